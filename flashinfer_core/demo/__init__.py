@@ -1,0 +1,5 @@
+"""The demo: a small real model served by vLLM with the attention of this library."""
+
+
+class DemoError(RuntimeError):
+    """The demo cannot go on; the message says why and what to do next."""

@@ -1,0 +1,37 @@
+"""The demo itself: serve the model, ask one question, say which attention backend answered."""
+
+from contextlib import ExitStack, suppress
+
+from flashinfer_core.demo.console import console, step
+from flashinfer_core.demo.model import MODEL_NAME, cache_folder, prepare_model
+from flashinfer_core.demo.server import HOST, Server
+
+SETTINGS = ("--max-model-len", "2048")
+
+
+def serve_demo(backend: str, port: int, question: str, once: bool) -> None:
+    """Serve the demo model, print the answer to `question`, and go on serving unless `once`.
+
+    Raises
+    ------
+    DemoError
+        The model, the server or the answer failed, or another attention backend than `backend` served.
+    """
+    model = prepare_model()
+    console.print(f"Demo model: {model}")
+    logs = cache_folder() / "logs"
+    logs.mkdir(exist_ok=True)
+    with ExitStack() as stack:
+        with step("Starting vLLM") as show:
+            server = Server(model, logs / "serve.log", backend=backend, port=port, arguments=SETTINGS, progress=show)
+            stack.enter_context(server)
+        answer = server.chat(question, max_tokens=128)
+        server.confirm_backend()
+        speed = len(answer.tokens) / answer.seconds
+        console.print(f"\nQuestion:  {question}\nAnswer:    {answer.text.strip()}\n")
+        console.print(f"{len(answer.tokens)} tokens in {answer.seconds:.2f} s, {speed:.1f} tokens/s")
+        console.print(f"Attention backend that served it: {server.served_backend()}")
+        if not once:
+            console.print(f"\nServing {MODEL_NAME} at http://{HOST}:{server.port}/v1 until Ctrl-C")
+            with suppress(KeyboardInterrupt):
+                server.wait()
