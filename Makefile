@@ -26,6 +26,7 @@ OTHER_TESTS := $(OTHERS:%=test-%)
 GPU := $(shell nvidia-smi -L 2>/dev/null | grep -m1 '^GPU')
 ENGINE := $(if $(GPU),vllm-cuda,vllm)
 NATIVE := CMakeLists.txt $(shell find core_kernels -name '*.cpp' -o -name '*.h')
+CLANG_FORMATTED := $(shell find core_kernels tests -name '*.cpp' -o -name '*.h' -o -name '*.cuh')
 PIP_INSTALL = $(@D)/bin/python -m pip install --disable-pip-version-check
 
 # A pyenv shim exists for versions that are not selected, and then fails: so each candidate is tried.
@@ -84,7 +85,7 @@ lint: .venv/.native
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy --strict flashinfer_core integrations/flashinfer_core_*
-	.venv/bin/clang-format --dry-run --Werror $(filter %.cpp %.h,$(NATIVE))
+	.venv/bin/clang-format --dry-run --Werror $(CLANG_FORMATTED)
 
 test-engines: .venv/.native
 	.venv/bin/python -m pytest
@@ -97,7 +98,7 @@ $(OTHER_TESTS): test-%:
 format: .venv/.native
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
-	.venv/bin/clang-format -i $(filter %.cpp %.h,$(NATIVE))
+	.venv/bin/clang-format -i $(CLANG_FORMATTED)
 
 clean:
 	rm -rf .venv .venv-* build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

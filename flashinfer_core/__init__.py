@@ -4,14 +4,17 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch as _torch  # noqa: F401  loads the OpenMP runtime that the native kernels share
 
+from flashinfer_core import bench, utils
 from flashinfer_core.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from flashinfer_core.attention import (
     BatchDecodeWithPagedKVCacheWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
-    single_decode_with_kv_cache,
-    single_prefill_with_kv_cache,
+)
+from flashinfer_core.attention.shared_prefix import (
+    BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
+    BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
 )
 from flashinfer_core.cascade import (
     MultiLevelCascadeAttentionWrapper,
@@ -40,6 +43,13 @@ from flashinfer_core.rope import (
     apply_rope_with_cos_sin_cache,
     apply_rope_with_cos_sin_cache_inplace,
 )
+from flashinfer_core.short_forms import (
+    batch_decode_with_kv_cache,
+    cudnn_batch_decode_with_kv_cache,
+    merge_attention_states,
+    single_decode_with_kv_cache,
+    single_prefill_with_kv_cache,
+)
 
 try:
     __version__ = version("flashinfer-core")
@@ -48,8 +58,10 @@ except PackageNotFoundError:  # a source tree that is not installed
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
+    "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "MultiLevelCascadeAttentionWrapper",
     "append_paged_kv_cache",
@@ -63,6 +75,9 @@ __all__ = [
     "apply_rope_pos_ids_inplace",
     "apply_rope_with_cos_sin_cache",
     "apply_rope_with_cos_sin_cache_inplace",
+    "batch_decode_with_kv_cache",
+    "bench",
+    "cudnn_batch_decode_with_kv_cache",
     "fused_add_rmsnorm",
     "gelu_and_mul",
     "gelu_tanh_and_mul",
@@ -71,6 +86,7 @@ __all__ = [
     "get_batch_indices_positions",
     "get_seq_lens",
     "layernorm",
+    "merge_attention_states",
     "merge_state",
     "merge_state_in_place",
     "merge_states",
@@ -80,4 +96,5 @@ __all__ = [
     "silu_and_mul",
     "single_decode_with_kv_cache",
     "single_prefill_with_kv_cache",
+    "utils",
 ]

@@ -11,19 +11,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NoReturn
 
 import torch
 
-# The codes of `enum class DType` in core_kernels/cpu/params.h.
-DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-FLOAT_DTYPES: tuple[torch.dtype, ...] = tuple(DTYPE_CODES)
+# The codes of `enum class DType` in core_kernels/device/common/params.h.
+DTYPE_CODES: dict[torch.dtype, int] = {
+    torch.float32: 0,
+    torch.float16: 1,
+    torch.bfloat16: 2,
+    torch.float8_e4m3fn: 3,
+    torch.float8_e5m2: 4,
+}
+FLOAT_DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.float16, torch.bfloat16)
+FP8_DTYPES: tuple[torch.dtype, ...] = (torch.float8_e4m3fn, torch.float8_e5m2)
 INDEX_DTYPES: tuple[torch.dtype, ...] = (torch.int32, torch.int64)
 KV_LAYOUTS = ("NHD", "HND")
 
 
 def dtype_code(t: torch.Tensor) -> int:
-    """Return the native code of a tensor's dtype, which must be one of `FLOAT_DTYPES`."""
+    """Return the native code of a tensor's dtype, which must be one of `DTYPE_CODES`."""
     return DTYPE_CODES[t.dtype]
 
 
@@ -36,6 +42,7 @@ def check_tensor(
     shape: tuple[int | None, ...] | None = None,
     last_dim_contiguous: bool = False,
     writable: bool = False,
+    device: torch.device | None = None,
 ) -> None:
     """Check one tensor argument.
 
@@ -53,20 +60,24 @@ def check_tensor(
         Whether there must be a last dimension, with stride 1 if it has more than one element.
     writable
         Whether the tensor is an output: elements that share memory (an expanded tensor) are then refused.
+    device
+        Where it must be, if that is known: where another tensor of the call is.
 
     Raises
     ------
     TypeError
         Not a tensor.
     NotImplementedError
-        A tensor that is not in CPU memory.
+        A tensor that is neither on CPU nor on a CUDA device.
     ValueError
-        Wrong dtype, shape or strides.
+        Wrong dtype, shape, strides or device.
     """
     if not isinstance(t, torch.Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(t).__name__}")
-    if not t.is_cpu:
-        _refuse_device(name, t)
+    if not (t.is_cpu or t.is_cuda):
+        raise NotImplementedError(f"{name}: expected a tensor on device cpu or cuda, got one on {t.device}")
+    if device is not None and t.device != device:
+        raise ValueError(f"{name}: expected a tensor on {device}, got one on {t.device}")
     if dtypes is not None and t.dtype not in dtypes:
         raise ValueError(f"{name}: expected dtype {_dtype_names(dtypes)}, got {_dtype_name(t.dtype)}")
     if shape is not None:
@@ -87,6 +98,12 @@ def check_same_dtype(name: str, t: torch.Tensor, other_name: str, other: torch.T
         raise ValueError(
             f"{name}: expected dtype {_dtype_name(other.dtype)}, that of {other_name}, got {_dtype_name(t.dtype)}"
         )
+
+
+def check_same_device(name: str, t: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    """Raise `ValueError` unless two tensors are on one device."""
+    if t.device != other.device:
+        raise ValueError(f"{name}: expected a tensor on {other.device}, as {other_name} is, got one on {t.device}")
 
 
 def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
@@ -188,11 +205,6 @@ def split_paged_kv_cache(name: str, cache: object, kv_layout: str) -> tuple[torc
     else:
         raise TypeError(f"{name}: expected a tensor or a tuple (K, V), got {type(cache).__name__}")
     return (k, v) if kv_layout == "NHD" else (k.transpose(1, 2), v.transpose(1, 2))
-
-
-def _refuse_device(name: str, t: torch.Tensor) -> NoReturn:
-    what = "CUDA tensors are" if t.is_cuda else f"tensors on '{t.device.type}' are"
-    raise NotImplementedError(f"{name}: {what} not supported in this version; expected device cpu, got {t.device}")
 
 
 def _check_shape(name: str, t: torch.Tensor, shape: tuple[int | None, ...]) -> None:

@@ -31,7 +31,7 @@ def native_op(arguments: str) -> Callable[[Callable[_P, None]], Callable[_P, Non
         name = function.__name__.lstrip("_")
         qualified = f"flashinfer_core::{name}"
         torch.library.define(qualified, f"({arguments}) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
-        torch.library.impl(qualified, "cpu", function)
+        torch.library.impl(qualified, ("cpu", "cuda"), function)
         torch.library.register_fake(qualified, _nothing)
         operator: Callable[_P, None] = getattr(torch.ops.flashinfer_core, name).default
 

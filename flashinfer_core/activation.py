@@ -2,20 +2,26 @@
 
 Inputs are float32, float16 or bfloat16 tensors of shape ``[..., 2 d]``, of any ``d`` and any strides with the last one
 1. All arithmetic is float32 and is rounded once, when the result is stored. NaN and infinity pass as the formula says.
-``enable_pdl`` is a hint for the scheduling of GPU kernels, without effect on CPU.
+``enable_pdl`` lets the kernel start before the one ahead of it in the stream ends, on GPUs from SM90 on; elsewhere, and
+on CPU, it has no effect.
 
-Errors: `ValueError` for a shape, dtype or stride, `NotImplementedError` for a tensor that is not on CPU.
+Errors: `ValueError` for a shape, dtype, stride or device that does not fit, `NotImplementedError` for a tensor that is
+neither on CPU nor on a CUDA device.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 
 from flashinfer_core import _native
 from flashinfer_core._checks import DTYPE_CODES, check_tensor, rows_arg, rows_view
+from flashinfer_core._launch import COMMON_DTYPES, DTYPE_NAMES, Spec, cuda_call, fits_vectors
 from flashinfer_core._ops import native_op
 
-# The codes of `enum class Activation` in core_kernels/cpu/params_ops.h.
+# By the codes of `enum class Activation` in core_kernels/device/activation/params.h.
+_NAMES = ("silu", "gelu", "gelu_tanh")
 _SILU, _GELU, _GELU_TANH = range(3)
 
 
@@ -29,7 +35,7 @@ def silu_and_mul(input: torch.Tensor, out: torch.Tensor | None = None, enable_pd
     out
         Where to store the result, shape ``[..., d]``; allocated if None.
     enable_pdl
-        Without effect on CPU.
+        See the module's text.
 
     Returns
     -------
@@ -39,7 +45,7 @@ def silu_and_mul(input: torch.Tensor, out: torch.Tensor | None = None, enable_pd
     ----------
     Shazeer, "GLU Variants Improve Transformer", 2020.
     """
-    return _activation(_SILU, input, out)
+    return _activation(_SILU, input, out, enable_pdl)
 
 
 def gelu_tanh_and_mul(
@@ -53,15 +59,15 @@ def gelu_tanh_and_mul(
     ----------
     Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016.
     """
-    return _activation(_GELU_TANH, input, out)
+    return _activation(_GELU_TANH, input, out, enable_pdl)
 
 
 def gelu_and_mul(input: torch.Tensor, out: torch.Tensor | None = None, enable_pdl: bool | None = None) -> torch.Tensor:
     """GeGLU's gate with exact GELU, ``x / 2 * (1 + erf(x / sqrt(2)))``; see `gelu_tanh_and_mul`."""
-    return _activation(_GELU, input, out)
+    return _activation(_GELU, input, out, enable_pdl)
 
 
-def _activation(kind: int, input: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+def _activation(kind: int, input: torch.Tensor, out: torch.Tensor | None, enable_pdl: bool | None) -> torch.Tensor:
     check_tensor("input", input, last_dim_contiguous=True)
     if input.shape[-1] % 2:
         raise ValueError(f"input: expected an even last dimension (gate, then up), got shape {list(input.shape)}")
@@ -69,13 +75,33 @@ def _activation(kind: int, input: torch.Tensor, out: torch.Tensor | None) -> tor
     if out is None:
         out = torch.empty(shape, dtype=input.dtype, device=input.device)
     else:
-        check_tensor("out", out, dtypes=(input.dtype,), shape=shape, last_dim_contiguous=True, writable=True)
-    _run_activation(kind, input, out)
+        dtypes, device = (input.dtype,), input.device
+        check_tensor("out", out, dtypes=dtypes, shape=shape, last_dim_contiguous=True, writable=True, device=device)
+    _run_activation(kind, input, out, bool(enable_pdl))
     return out
 
 
-@native_op("int kind, Tensor input, Tensor(a!) out")
-def _run_activation(kind: int, input: torch.Tensor, out: torch.Tensor) -> None:
+@native_op("int kind, Tensor input, Tensor(a!) out, bool pdl")
+def _run_activation(kind: int, input: torch.Tensor, out: torch.Tensor, pdl: bool) -> None:
     x, y = rows_view("input", input), rows_view("out", out)
     outer, inner, dim = (1, *y.shape) if y.dim() == 2 else y.shape
-    _native.activation(DTYPE_CODES[input.dtype], kind, outer, inner, dim, rows_arg(x), rows_arg(y))
+    rows, out_rows = rows_arg(x), rows_arg(y)
+    strides = rows[1] | rows[2] | out_rows[1] | out_rows[2]
+    vectors = fits_vectors(rows[0] | out_rows[0], strides | dim, input.itemsize)
+    call = cuda_call(input, _spec, kind, input.dtype, vectors=vectors, pdl=pdl)
+    _native.activation(call, DTYPE_CODES[input.dtype], kind, outer, inner, dim, rows, out_rows)
+
+
+def _spec(kind: int, dtype: torch.dtype, vectors: bool) -> Spec:
+    return Spec(
+        f"{_NAMES[kind]}_and_mul_{DTYPE_NAMES[dtype]}{'' if vectors else '_scalar'}",
+        "activation/activation.cuh",
+        (("FIC_DTYPE", DTYPE_CODES[dtype]), ("FIC_KIND", kind), ("FIC_VECTORS", int(vectors))),
+    )
+
+
+def specs(arch: str) -> Iterator[Spec]:
+    """Yield the kernels in common use for an architecture."""
+    for dtype in COMMON_DTYPES:
+        for kind in range(len(_NAMES)):
+            yield _spec(kind, dtype, True)

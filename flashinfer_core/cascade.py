@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from flashinfer_core import _native
-from flashinfer_core._checks import check_int, check_tensor, dtype_code
-from flashinfer_core._ops import native_op
+from flashinfer_core._checks import check_int, check_tensor
+from flashinfer_core._merge import run_merge_state, run_merge_states
 from flashinfer_core.attention.options import DType
 from flashinfer_core.attention.prefill import BatchPrefillWithPagedKVCacheWrapper
 
@@ -39,12 +38,13 @@ def merge_state(
     Raises
     ------
     ValueError
-        Shapes or dtypes that do not fit.
+        Shapes, dtypes or devices that do not fit.
     """
     _check_state("v_a", v_a, "s_a", s_a)
     _check_state("v_b", v_b, "s_b", s_b, like=v_a)
-    v, s = torch.empty(v_a.shape, dtype=v_a.dtype), torch.empty(s_a.shape, dtype=torch.float32)
-    _merge([(v_a, s_a), (v_b, s_b)], v, s)
+    contiguous = torch.contiguous_format
+    v, s = torch.empty_like(v_a, memory_format=contiguous), torch.empty_like(s_a, memory_format=contiguous)
+    run_merge_state(v_a, s_a, v_b, s_b, v, s, None)
     return v, s
 
 
@@ -65,13 +65,14 @@ def merge_state_in_place(
     Raises
     ------
     ValueError
-        Shapes or dtypes that do not fit.
+        Shapes, dtypes or devices that do not fit.
     """
     _check_state("v", v, "s", s, writable=True)
     _check_state("v_other", v_other, "s_other", s_other, like=v)
     if mask is not None:
-        check_tensor("mask", mask, dtypes=(torch.bool,), shape=(v.shape[0],), last_dim_contiguous=True)
-    _merge([(v, s), (v_other, s_other)], v, s, mask)
+        shape, device = v.shape[:1], v.device
+        check_tensor("mask", mask, dtypes=(torch.bool,), shape=shape, last_dim_contiguous=True, device=device)
+    run_merge_state(v, s, v_other, s_other, v, s, mask)
 
 
 def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,14 +93,14 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
     Raises
     ------
     ValueError
-        Shapes or dtypes that do not fit.
+        Shapes, dtypes or devices that do not fit.
     """
     check_tensor("v", v, ndim=4, last_dim_contiguous=True)
-    check_tensor("s", s, dtypes=(torch.float32,), shape=tuple(v.shape[:3]))
+    check_tensor("s", s, dtypes=(torch.float32,), shape=v.shape[:3], device=v.device)
     tokens, _, heads, head_dim = v.shape
-    merged_v = torch.empty(tokens, heads, head_dim, dtype=v.dtype)
-    merged_s = torch.empty(tokens, heads, dtype=torch.float32)
-    _merge(list(zip(v.unbind(1), s.unbind(1), strict=True)), merged_v, merged_s)
+    merged_v = torch.empty(tokens, heads, head_dim, dtype=v.dtype, device=v.device)
+    merged_s = torch.empty(tokens, heads, dtype=torch.float32, device=v.device)
+    run_merge_states(v, s, merged_v, merged_s)
     return merged_v, merged_s
 
 
@@ -115,41 +116,8 @@ def _check_state(
     if like is None:
         check_tensor(v_name, v, ndim=3, last_dim_contiguous=True, writable=writable)
     else:
-        check_tensor(v_name, v, dtypes=(like.dtype,), shape=tuple(like.shape), last_dim_contiguous=True)
-    check_tensor(s_name, s, dtypes=(torch.float32,), shape=tuple(v.shape[:2]), writable=writable)
-
-
-def _merge(
-    states: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    v: torch.Tensor,
-    s: torch.Tensor,
-    mask: torch.Tensor | None = None,
-) -> None:
-    _run_merge([a for a, _ in states], [b for _, b in states], v, s, mask)
-
-
-@native_op("Tensor[] vs, Tensor[] ss, Tensor(a!) v, Tensor(b!) s, Tensor? mask")
-def _run_merge(
-    vs: list[torch.Tensor], ss: list[torch.Tensor], v: torch.Tensor, s: torch.Tensor, mask: torch.Tensor | None
-) -> None:
-    tokens, heads, head_dim = v.shape
-    _native.merge_states(
-        dtype_code(v),
-        tokens,
-        heads,
-        head_dim,
-        [
-            (a.data_ptr(), a.stride(0), a.stride(1), b.data_ptr(), b.stride(0), b.stride(1))
-            for a, b in zip(vs, ss, strict=True)
-        ],
-        v.data_ptr(),
-        v.stride(0),
-        v.stride(1),
-        s.data_ptr(),
-        s.stride(0),
-        s.stride(1),
-        0 if mask is None else mask.data_ptr(),
-    )
+        check_tensor(v_name, v, dtypes=(like.dtype,), shape=like.shape, last_dim_contiguous=True, device=like.device)
+    check_tensor(s_name, s, dtypes=(torch.float32,), shape=v.shape[:2], writable=writable, device=v.device)
 
 
 class MultiLevelCascadeAttentionWrapper:
@@ -172,7 +140,7 @@ class MultiLevelCascadeAttentionWrapper:
     def __init__(
         self,
         num_levels: int,
-        float_workspace_buffer: torch.Tensor,
+        float_workspace_buffer: torch.Tensor | None = None,
         kv_layout: str = "NHD",
         use_cuda_graph: bool = False,
         qo_indptr_buf_arr: Sequence[torch.Tensor] | None = None,
@@ -275,7 +243,8 @@ rope_theta, q_data_type, kv_data_type
                 "pos_encoding_mode, window_left: positions are relative to a request, which a level of a cascade does "
                 f"not know; expected 'NONE' and -1, got {pos_encoding_mode!r} and {window_left}"
             )
-        rows = [int(indptr[-1]) if indptr.numel() else 0 for indptr in qo_indptr_arr]
+        # Those on a GPU cannot be read without waiting for it.
+        rows = [int(indptr[-1]) for indptr in qo_indptr_arr if indptr.is_cpu and indptr.numel()]
         if len(set(rows)) > 1:
             raise ValueError(f"qo_indptr_arr: expected every level to end at the same number of rows, got {rows}")
         last = len(self._levels) - 1
@@ -321,6 +290,9 @@ rope_theta, q_data_type, kv_data_type
         return v
 
     forward = run
+
+    def end_forward(self) -> None:
+        """Do nothing: the counterpart of `begin_forward` in older programs."""
 
 
 def _check_levels(name: str, array: Sequence[torch.Tensor] | None, num_levels: int) -> None:

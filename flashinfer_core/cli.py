@@ -1,9 +1,11 @@
 """The command ``flashinfer-core``."""
 
 import argparse
+import json
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -15,6 +17,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     serve.add_argument("--port", type=int, default=0, help="port on the loopback interface (default: a free one)")
     serve.add_argument("--question", default="What is the capital of France?", help="default: %(default)s")
     serve.add_argument("--once", action="store_true", help="stop after the answer")
+    show = commands.add_parser(
+        "show-config", help="show versions, GPUs, compilers, caches, engines, and what is missing"
+    )
+    show.add_argument("--json", action="store_true", help="in a form for programs")
+    aot = commands.add_parser("aot", help="compile the kernels in common use ahead of time; needs no GPU")
+    aot.add_argument("--arch", nargs="+", required=True, help="architectures, such as 80 90a 100 120")
+    aot.add_argument("--out", type=Path, help="folder of the bundle (default: the one in the package)")
+    aot.add_argument("--compiler", choices=("nvrtc", "nvcc"), help="default: the one used at run time")
+    aot.add_argument("--jobs", type=int, help="kernels compiled at a time (default: one on each CPU)")
     bench = commands.add_parser("bench", help="measure speed; the same as python -m flashinfer_core.bench")
     bench.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)
@@ -22,7 +33,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from flashinfer_core.bench.__main__ import main as bench_main
 
         return bench_main(options.arguments)
+    if options.command == "show-config":
+        return _show_config(options)
+    if options.command == "aot":
+        return _aot(options)
     return _serve_demo(options)
+
+
+def _show_config(options: argparse.Namespace) -> int:
+    from flashinfer_core.config import collect, to_text
+
+    config = collect()
+    print(json.dumps(config, indent=2) if options.json else to_text(config))
+    return 0
+
+
+def _aot(options: argparse.Namespace) -> int:
+    from flashinfer_core.jit import bundle
+    from flashinfer_core.jit.aot import aot
+
+    try:
+        aot(options.arch, options.out or bundle.folder(), options.compiler, options.jobs)
+    except (RuntimeError, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _serve_demo(options: argparse.Namespace) -> int:

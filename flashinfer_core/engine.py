@@ -247,9 +247,9 @@ class LayerGroup:
         causal : bool
             Whether a query sees only keys up to its own position.
         """
-        return self._plan(qo_indptr, qo_indptr.diff(), causal, page_size=None, kv_start=qo_indptr[:-1].long())
+        return self._plan(qo_indptr, None, causal, page_size=None, kv_indptr=qo_indptr)
 
-    def _plan(self, qo_indptr: torch.Tensor, kv_lens: torch.Tensor, causal: bool, **pages: Any) -> AttentionPlan:
+    def _plan(self, qo_indptr: torch.Tensor, kv_lens: torch.Tensor | None, causal: bool, **pages: Any) -> AttentionPlan:
         if self.looks_back and not causal:
             raise NotImplementedError(LOOKS_BACK)
         return AttentionPlan(

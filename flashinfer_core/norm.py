@@ -3,17 +3,22 @@
 Every function takes tensors ``[..., hidden]`` of float32, float16 or bfloat16, of any strides with the last one 1. A
 weight has shape ``[hidden]`` and the input's dtype or float32. All arithmetic is float32 and is rounded once, when the
 result is stored; that includes the product with the weight, which some models round before instead. NaN and infinity
-spread over their row as in torch. ``enable_pdl`` is a hint for the scheduling of GPU kernels, without effect on CPU.
+spread over their row as in torch. ``enable_pdl`` lets the kernel start before the one ahead of it in the stream ends,
+on GPUs from SM90 on; elsewhere, and on CPU, it has no effect.
 
-Errors: `ValueError` for a shape, dtype or stride, `NotImplementedError` for a tensor that is not on CPU.
+Errors: `ValueError` for a shape, dtype, stride or device that does not fit, `NotImplementedError` for a tensor that is
+neither on CPU nor on a CUDA device.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 
 from flashinfer_core import _native
 from flashinfer_core._checks import DTYPE_CODES, check_same_dtype, check_tensor, rows_arg, rows_view
+from flashinfer_core._launch import COMMON_DTYPES, DTYPE_NAMES, Spec, cuda_call, fits_vectors
 from flashinfer_core._ops import native_op
 
 _NO_ROWS = (0, 0, 0)
@@ -39,7 +44,7 @@ def rmsnorm(
     out
         Where to store the result, ``input`` itself included; allocated if None.
     enable_pdl
-        Without effect on CPU.
+        See the module's text.
 
     Returns
     -------
@@ -49,7 +54,7 @@ def rmsnorm(
     ----------
     Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
-    return _norm(input, ("weight", weight), None, out, 0.0, eps)
+    return _norm(input, ("weight", weight), None, out, 0.0, eps, enable_pdl)
 
 
 def gemma_rmsnorm(
@@ -63,7 +68,7 @@ def gemma_rmsnorm(
 
     Parameters and result are those of `rmsnorm`. The sum ``1 + weight`` is formed in float32.
     """
-    return _norm(input, ("weight", weight), None, out, 1.0, eps)
+    return _norm(input, ("weight", weight), None, out, 1.0, eps, enable_pdl)
 
 
 def fused_add_rmsnorm(
@@ -88,9 +93,9 @@ def fused_add_rmsnorm(
     eps
         Added to the mean square.
     enable_pdl
-        Without effect on CPU.
+        See the module's text.
     """
-    _fused_add(input, residual, weight, 0.0, eps)
+    _fused_add(input, residual, weight, 0.0, eps, enable_pdl)
 
 
 def gemma_fused_add_rmsnorm(
@@ -101,7 +106,7 @@ def gemma_fused_add_rmsnorm(
     enable_pdl: bool | None = None,
 ) -> None:
     """`fused_add_rmsnorm` with ``1 + weight``, as in the Gemma models; the parameters are the same."""
-    _fused_add(input, residual, weight, 1.0, eps)
+    _fused_add(input, residual, weight, 1.0, eps, enable_pdl)
 
 
 def layernorm(input: torch.Tensor, gemma: torch.Tensor, beta: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
@@ -124,7 +129,7 @@ def layernorm(input: torch.Tensor, gemma: torch.Tensor, beta: torch.Tensor, eps:
     ----------
     Ba, Kiros and Hinton, "Layer Normalization", 2016.
     """
-    return _norm(input, ("gemma", gemma), beta, None, 0.0, eps)
+    return _norm(input, ("gemma", gemma), beta, None, 0.0, eps, None)
 
 
 def _norm(
@@ -134,6 +139,7 @@ def _norm(
     out: torch.Tensor | None,
     weight_offset: float,
     eps: float,
+    enable_pdl: bool | None,
 ) -> torch.Tensor:
     weight_name, weight = named_weight
     check_tensor("input", input, last_dim_contiguous=True)
@@ -144,28 +150,45 @@ def _norm(
     if out is None:
         out = torch.empty_like(input, memory_format=torch.contiguous_format)
     else:
-        check_tensor("out", out, dtypes=(input.dtype,), shape=input.shape, last_dim_contiguous=True, writable=True)
-    _run_norm(input, out, None, weight, beta, weight_offset, eps)
+        _check_output("out", out, input)
+    _run_norm(input, out, None, weight, beta, weight_offset, eps, bool(enable_pdl))
     return out
 
 
 def _fused_add(
-    input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, weight_offset: float, eps: float
+    input: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    weight_offset: float,
+    eps: float,
+    enable_pdl: bool | None,
 ) -> None:
     check_tensor("input", input, last_dim_contiguous=True, writable=True)
-    check_tensor(
-        "residual", residual, dtypes=(input.dtype,), shape=input.shape, last_dim_contiguous=True, writable=True
-    )
+    _check_output("residual", residual, input)
     _check_weight("weight", weight, input)
-    _run_norm(input, input, residual, weight, None, weight_offset, eps)
+    _run_norm(input, input, residual, weight, None, weight_offset, eps, bool(enable_pdl))
+
+
+def _check_output(name: str, t: torch.Tensor, input: torch.Tensor) -> None:
+    check_tensor(
+        name,
+        t,
+        dtypes=(input.dtype,),
+        shape=input.shape,
+        last_dim_contiguous=True,
+        writable=True,
+        device=input.device,
+    )
 
 
 def _check_weight(name: str, weight: torch.Tensor, input: torch.Tensor) -> None:
-    check_tensor(name, weight, dtypes=(input.dtype, torch.float32), shape=input.shape[-1:], last_dim_contiguous=True)
+    dtypes, shape = (input.dtype, torch.float32), input.shape[-1:]
+    check_tensor(name, weight, dtypes=dtypes, shape=shape, last_dim_contiguous=True, device=input.device)
 
 
 @native_op(
-    "Tensor input, Tensor(a!) out, Tensor(b!)? residual, Tensor weight, Tensor? beta, float weight_offset, float eps"
+    "Tensor input, Tensor(a!) out, Tensor(b!)? residual, Tensor weight, Tensor? beta, float weight_offset, float eps, "
+    "bool pdl"
 )
 def _run_norm(
     input: torch.Tensor,
@@ -175,14 +198,22 @@ def _run_norm(
     beta: torch.Tensor | None,
     weight_offset: float,
     eps: float,
+    pdl: bool,
 ) -> None:
     x = rows_view("input", input)
     rows = rows_arg(x)
+    out_rows = rows if out is input else rows_arg(rows_view("out", out))
     residual_rows = _NO_ROWS if residual is None else rows_arg(rows_view("residual", residual))
     if rows[0] == residual_rows[0] and input.numel() > 0:
         raise ValueError("residual: expected other memory than that of input, got the same address")
     outer, inner, dim = (1, *x.shape) if x.dim() == 2 else x.shape
+    weight_address, beta_address = weight.data_ptr(), 0 if beta is None else beta.data_ptr()
+    addresses = rows[0] | out_rows[0] | residual_rows[0] | weight_address | beta_address
+    strides = rows[1] | rows[2] | out_rows[1] | out_rows[2] | residual_rows[1] | residual_rows[2]
+    kind = "layernorm" if beta is not None else "rmsnorm" if residual is None else "add_rmsnorm"
+    vectors = fits_vectors(addresses, strides | dim, input.itemsize)
     _native.norm(
+        cuda_call(input, _spec, input.dtype, weight.dtype, kind, vectors=vectors, pdl=pdl),
         DTYPE_CODES[input.dtype],
         DTYPE_CODES[weight.dtype],
         beta is not None,
@@ -190,10 +221,31 @@ def _run_norm(
         inner,
         dim,
         rows,
-        rows if out is input else rows_arg(rows_view("out", out)),
+        out_rows,
         residual_rows,
-        weight.data_ptr(),
-        0 if beta is None else beta.data_ptr(),
+        weight_address,
+        beta_address,
         weight_offset,
         eps,
     )
+
+
+def _spec(dtype: torch.dtype, weight_dtype: torch.dtype, kind: str, vectors: bool) -> Spec:
+    return Spec(
+        f"{kind}_{DTYPE_NAMES[dtype]}_w{DTYPE_NAMES[weight_dtype]}{'' if vectors else '_scalar'}",
+        "norm/norm.cuh",
+        (
+            ("FIC_DTYPE", DTYPE_CODES[dtype]),
+            ("FIC_WEIGHT_DTYPE", DTYPE_CODES[weight_dtype]),
+            ("FIC_LAYER", int(kind == "layernorm")),
+            ("FIC_ADD", int(kind == "add_rmsnorm")),
+            ("FIC_VECTORS", int(vectors)),
+        ),
+    )
+
+
+def specs(arch: str) -> Iterator[Spec]:
+    """Yield the kernels in common use for an architecture."""
+    for dtype in COMMON_DTYPES:
+        for kind in ("rmsnorm", "add_rmsnorm", "layernorm"):
+            yield _spec(dtype, dtype, kind, True)

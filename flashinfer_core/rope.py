@@ -24,8 +24,10 @@ rotary_dim
 
 The plain forms return new tensors ``(q, k)``; those ending in ``_inplace`` overwrite q and k and return None.
 
-Errors: `ValueError` for a shape, dtype, stride or index, before anything is written; `NotImplementedError` for a tensor
-that is not on CPU.
+Errors: `ValueError` for a shape, dtype, stride, device or index that does not fit, before anything is written;
+`NotImplementedError` for a tensor that is neither on CPU nor on a CUDA device. Index tensors on a CUDA device are not
+checked, since that would have to wait for the GPU: what belongs to a token with a position outside of the table, or to
+one that no request contains, becomes NaN where it would have been rotated.
 
 References
 ----------
@@ -35,18 +37,13 @@ published ``rope_scaling`` configuration.
 
 from __future__ import annotations
 
-import math
-from functools import lru_cache
 from typing import TypeAlias
 
 import torch
 
-from flashinfer_core import _native
-from flashinfer_core._checks import DTYPE_CODES, FLOAT_DTYPES, INDEX_DTYPES, check_int, check_tensor, indices_arg
-from flashinfer_core._ops import native_op
+from flashinfer_core._checks import FLOAT_DTYPES, INDEX_DTYPES, check_int, check_same_device, check_tensor
+from flashinfer_core._rope import MAX_CACHED_DIM, MAX_ROTARY_DIM, run_rope, run_rope_cached
 
-_Heads: TypeAlias = tuple[int, int, int, int, int, int, int]
-_Rope: TypeAlias = tuple[int, bool, int, int, int, _Heads, _Heads]
 # rope_scale and rope_theta; for Llama 3.1 also low_freq_factor, high_freq_factor and old_context_len.
 _Scaling: TypeAlias = tuple[float, ...]
 _Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
@@ -231,20 +228,23 @@ def _by_frequency(
     check_tensor("q", q, ndim=3, last_dim_contiguous=True, writable=inplace)
     tokens, _, head_dim = q.shape
     shape = (tokens, None, head_dim)
-    check_tensor("k", k, dtypes=(q.dtype,), shape=shape, last_dim_contiguous=True, writable=inplace)
+    device = q.device
+    check_tensor("k", k, dtypes=(q.dtype,), shape=shape, last_dim_contiguous=True, writable=inplace, device=device)
     if ragged is None:
         indptr = offsets = None
-        check_tensor("pos_ids", pos_ids, dtypes=INDEX_DTYPES, shape=(tokens,))
+        check_tensor("pos_ids", pos_ids, dtypes=INDEX_DTYPES, shape=(tokens,), device=device)
     else:
         indptr, offsets = ragged
-        check_tensor("offsets", offsets, dtypes=INDEX_DTYPES, ndim=1)
-        check_tensor("indptr", indptr, dtypes=INDEX_DTYPES, shape=(offsets.shape[0] + 1,))
+        check_tensor("offsets", offsets, dtypes=INDEX_DTYPES, ndim=1, device=device)
+        check_tensor("indptr", indptr, dtypes=INDEX_DTYPES, shape=(offsets.shape[0] + 1,), device=device)
     rotary_dim = head_dim if rotary_dim is None else check_int("rotary_dim", rotary_dim, 0, head_dim)
     if rotary_dim % 2:
         raise ValueError(f"rotary_dim: expected an even number, got {rotary_dim}")
+    if rotary_dim > MAX_ROTARY_DIM and q.is_cuda:
+        raise NotImplementedError(f"rotary_dim: expected at most {MAX_ROTARY_DIM} on a GPU, got {rotary_dim}")
     q_out, k_out = _outputs(q, k, inplace)
     floats = [*map(float, scaling)]
-    _run_rope(q, k, q_out, k_out, pos_ids, indptr, offsets, rotary_dim, bool(interleave), floats)
+    run_rope(q, k, q_out, k_out, pos_ids, indptr, offsets, rotary_dim, bool(interleave), floats)
     return q_out, k_out
 
 
@@ -266,12 +266,18 @@ def _by_cache(
             f"{head_size}, got {list(cos_sin_cache.shape)}"
         )
     q = _split_heads("query", query, head_size, FLOAT_DTYPES, inplace)
+    if rotary_dim > MAX_CACHED_DIM and q.is_cuda:
+        raise NotImplementedError(
+            f"cos_sin_cache: expected a rotary_dim of at most {MAX_CACHED_DIM} on a GPU, got {rotary_dim}"
+        )
     k = _split_heads("key", key, head_size, (q.dtype,), inplace)
+    check_same_device("key", key, "query", query)
+    check_same_device("cos_sin_cache", cos_sin_cache, "query", query)
     if k.shape[0] != q.shape[0]:
         raise ValueError(f"key: expected {q.shape[0]} tokens, as many as query has, got {k.shape[0]}")
-    check_tensor("positions", positions, dtypes=INDEX_DTYPES, shape=q.shape[:1])
+    check_tensor("positions", positions, dtypes=INDEX_DTYPES, shape=q.shape[:1], device=q.device)
     q_out, k_out = _outputs(q, k, inplace)
-    _run_rope_cached(q, k, q_out, k_out, positions, cos_sin_cache, not is_neox)
+    run_rope_cached(q, k, q_out, k_out, positions, cos_sin_cache, not is_neox)
     return (q_out, k_out) if inplace else (q_out.view(query.shape), k_out.view(key.shape))
 
 
@@ -294,78 +300,3 @@ def _outputs(q: torch.Tensor, k: torch.Tensor, inplace: bool) -> _Pair:
         return q, k
     contiguous = torch.contiguous_format
     return torch.empty_like(q, memory_format=contiguous), torch.empty_like(k, memory_format=contiguous)
-
-
-@native_op(
-    "Tensor q, Tensor k, Tensor(a!) q_out, Tensor(b!) k_out, Tensor? pos_ids, Tensor? indptr, Tensor? offsets, "
-    "int rotary_dim, bool interleave, float[] scaling"
-)
-def _run_rope(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    q_out: torch.Tensor,
-    k_out: torch.Tensor,
-    pos_ids: torch.Tensor | None,
-    indptr: torch.Tensor | None,
-    offsets: torch.Tensor | None,
-    rotary_dim: int,
-    interleave: bool,
-    scaling: list[float],
-) -> None:
-    frequencies = _frequencies(rotary_dim, *scaling)
-    rope = _rope(q, k, q_out, k_out, rotary_dim, interleave)
-    if pos_ids is not None:
-        _native.rope_pos_ids(rope, indices_arg(pos_ids), frequencies.data_ptr())
-    elif indptr is not None and offsets is not None:
-        _native.rope_indptr(rope, indices_arg(indptr), indices_arg(offsets), frequencies.data_ptr())
-
-
-@native_op(
-    "Tensor q, Tensor k, Tensor(a!) q_out, Tensor(b!) k_out, Tensor positions, Tensor cos_sin_cache, bool interleave"
-)
-def _run_rope_cached(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    q_out: torch.Tensor,
-    k_out: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    interleave: bool,
-) -> None:
-    cached_positions, rotary_dim = cos_sin_cache.shape
-    rope = _rope(q, k, q_out, k_out, rotary_dim, interleave)
-    stride = cos_sin_cache.stride()[0]
-    _native.rope_cached(rope, indices_arg(positions), cos_sin_cache.data_ptr(), cached_positions, stride)
-
-
-def _rope(
-    q: torch.Tensor, k: torch.Tensor, q_out: torch.Tensor, k_out: torch.Tensor, rotary_dim: int, interleave: bool
-) -> _Rope:
-    tokens, _, head_dim = q.shape
-    return DTYPE_CODES[q.dtype], interleave, tokens, head_dim, rotary_dim, _heads(q, q_out), _heads(k, k_out)
-
-
-def _heads(x: torch.Tensor, out: torch.Tensor) -> _Heads:
-    token, head, _ = x.stride()
-    out_token, out_head, _ = out.stride()
-    return x.data_ptr(), token, head, out.data_ptr(), out_token, out_head, x.shape[1]
-
-
-@lru_cache(maxsize=256)
-def _frequencies(rotary_dim: int, rope_scale: float, rope_theta: float, *llama31: float) -> torch.Tensor:
-    """Radians a position of each pair, ``[rotary_dim / 2]`` float32; made once for each set of parameters."""
-    for name, value in (("rope_scale", rope_scale), ("rope_theta", rope_theta)):
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name}: expected a positive number, got {value}")
-    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device="cpu") / max(rotary_dim, 1)
-    frequencies = rope_theta**-exponents
-    if not llama31:
-        return (frequencies / rope_scale).float()
-    low, high, old_context_len = llama31
-    if not 0 < low < high:
-        raise ValueError(f"high_freq_factor: expected more than low_freq_factor = {low} > 0, got {high}")
-    if not old_context_len > 0:
-        raise ValueError(f"old_context_len: expected a positive number, got {old_context_len}")
-    turns = old_context_len * frequencies / (2 * math.pi)
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return (frequencies * (kept + (1 - kept) / rope_scale)).float()

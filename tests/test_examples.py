@@ -1,4 +1,4 @@
-"""The examples that need no engine run as they are; those with one are run in integrations/."""
+"""The examples that need no engine run as they are, on the GPU if there is one; those with one run in integrations/."""
 
 import runpy
 from pathlib import Path
@@ -8,6 +8,10 @@ import pytest
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def test_paged_decode(capsys: pytest.CaptureFixture[str]) -> None:
-    runpy.run_path(str(EXAMPLES / "paged_decode.py"), run_name="__main__")
-    assert capsys.readouterr().out.count("output as torch's") == 3
+@pytest.mark.parametrize(("name", "lines"), [("paged_decode", 3), ("cuda_graph_decode", 3), ("shared_prefix", 2)])
+def test_example(name: str, lines: int, device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    out = capsys.readouterr().out
+    assert out.count("output as torch's") == lines
+    if name != "paged_decode" and device == "cuda":
+        assert out.count(" on cuda: ") == lines

@@ -1,6 +1,6 @@
 """Every exported name takes the arguments of FlashInfer 0.7.4, in its order and with its defaults.
 
-`data/signatures.json` holds those of the names that this version exports.
+`data/signatures.json` holds those of the names that this version exports and that are not its own.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import flashinfer_core
 
 SIGNATURES: dict[str, str] = json.loads((Path(__file__).parent / "data" / "signatures.json").read_text())
 CALLABLE = {name: text for name, text in SIGNATURES.items() if text.startswith("(")}
+OURS = {"batch_decode_with_kv_cache", "bench", "merge_attention_states"}
 OTHERS = {name: text for name, text in SIGNATURES.items() if not text.startswith("(")}
 
 
@@ -26,7 +27,7 @@ def find(name: str) -> Any:
 
 
 def test_every_exported_name_is_compared() -> None:
-    assert {name.partition(".")[0] for name in SIGNATURES} == set(flashinfer_core.__all__)
+    assert {name.partition(".")[0] for name in SIGNATURES} == set(flashinfer_core.__all__) - OURS
 
 
 @pytest.mark.parametrize("name", CALLABLE)

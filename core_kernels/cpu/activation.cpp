@@ -85,14 +85,12 @@ void run_kind(const ActivationParams& p) {
 }  // namespace
 
 void activation(const ActivationParams& p) {
-  switch (p.dtype) {
-    case DType::f32:
-      return run_kind<float>(p);
-    case DType::f16:
-      return run_kind<f16>(p);
-    case DType::bf16:
-      return run_kind<bf16>(p);
-  }
+  if (p.dtype == DType::f32)
+    run_kind<float>(p);
+  else if (p.dtype == DType::f16)
+    run_kind<f16>(p);
+  else
+    run_kind<bf16>(p);
 }
 
 }  // namespace flashinfer_core::FIC_ISA

@@ -2,7 +2,11 @@
 #pragma once
 
 #include "cpu/params.h"
-#include "cpu/params_ops.h"
+#include "device/activation/params.h"
+#include "device/cascade/params.h"
+#include "device/norm/params.h"
+#include "device/page/params.h"
+#include "device/rope/params.h"
 
 namespace flashinfer_core {
 

@@ -4,27 +4,37 @@
 // does not matter; if all are, the result is (0, -infinity).
 //
 // Roofline: reads num_states vectors of head_dim and writes one, with two operations a value: memory bounds it.
+#include "cpu/kernels.h"
 #include "cpu/parallel.h"
-#include "cpu/params.h"
 #include "cpu/vec.h"
 
 namespace flashinfer_core::FIC_ISA {
 namespace {
 
 template <class T>
+FIC_INLINE StateView state_of(const MergeStatesParams& p, int i) {
+  if (i == 0) return p.first;
+  StateView state = p.second;
+  state.v = static_cast<const T*>(state.v) + (i - 1) * p.v_stride_state;
+  state.s += (i - 1) * p.s_stride_state;
+  return state;
+}
+
+template <class T>
 void merge_token(const MergeStatesParams& p, int64_t token) {
   constexpr float kInfinity = __builtin_inff();
   for (int head = 0; head < p.num_heads; ++head) {
-    const auto s_of = [&](const StateView& state) {
+    const auto s_of = [&](int i) {
+      const StateView state = state_of<T>(p, i);
       return state.s[token * state.s_stride_token + head * state.s_stride_head];
     };
     float top = -kInfinity, total = 0.0f;
     for (int i = 0; i < p.num_states; ++i) {
-      const float s = s_of(p.states[i]);
+      const float s = s_of(i);
       top = s > top || s != s ? s : top;
     }
     if (top != -kInfinity) {
-      for (int i = 0; i < p.num_states; ++i) total += exp2(splat(s_of(p.states[i]) - top))[0];
+      for (int i = 0; i < p.num_states; ++i) total += exp2(splat(s_of(i) - top))[0];
     }
     const float scale = top == -kInfinity ? 0.0f : 1.0f / total;
     T* out = static_cast<T*>(p.v_out) + token * p.v_out_stride_token + head * p.v_out_stride_head;
@@ -32,9 +42,9 @@ void merge_token(const MergeStatesParams& p, int64_t token) {
       const int left = p.head_dim - d;
       VecF acc = {};
       for (int i = 0; i < p.num_states; ++i) {
-        const StateView& state = p.states[i];
-        const float s = s_of(state);
+        const float s = s_of(i);
         if (s == -kInfinity) continue;
+        const StateView state = state_of<T>(p, i);
         const T* v = static_cast<const T*>(state.v) + token * state.v_stride_token + head * state.v_stride_head + d;
         acc += (left >= W ? load(v) : load_n(v, left)) * exp2(splat(s - top));
       }

@@ -122,14 +122,12 @@ void run_weight(const NormParams& p) {
 }  // namespace
 
 void norm(const NormParams& p) {
-  switch (p.dtype) {
-    case DType::f32:
-      return run_kind<float, float>(p);
-    case DType::f16:
-      return run_weight<f16>(p);
-    case DType::bf16:
-      return run_weight<bf16>(p);
-  }
+  if (p.dtype == DType::f32)
+    run_kind<float, float>(p);
+  else if (p.dtype == DType::f16)
+    run_weight<f16>(p);
+  else
+    run_weight<bf16>(p);
 }
 
 }  // namespace flashinfer_core::FIC_ISA

@@ -1,7 +1,8 @@
 // Writing keys and values into the slots of a paged KV cache, whatever the strides of either.
 //
 // One thread takes whole tokens. If the dtypes agree, a token whose heads lie side by side on both sides is one copy,
-// and otherwise each head is; if they differ, elements are converted through float32, rounding once.
+// and otherwise each head is; if they differ, elements are converted through float32, rounding once, and divided by the
+// scale of an FP8 cache before.
 //
 // Roofline: an element moves twice and costs nothing (a conversion: 2 operations). Memory bounds it.
 #include "cpu/kernels.h"
@@ -14,17 +15,22 @@ namespace {
 using Stream = AppendPagedKvParams::Stream;
 
 template <class From, class To>
-void convert(const From* in, To* out, int64_t n) {
+void convert(const From* in, To* out, int64_t n, float scale) {
   int64_t i = 0;
-  for (; i + W <= n; i += W) store(out + i, load(in + i));
-  if (i < n) store_n(out + i, load_n(in + i, static_cast<int>(n - i)), static_cast<int>(n - i));
+  for (; i + W <= n; i += W) store(out + i, sizeof(To) == 1 ? load(in + i) / scale : load(in + i));
+  if (i < n) {
+    const int rest = static_cast<int>(n - i);
+    const VecF x = load_n(in + i, rest);
+    store_n(out + i, sizeof(To) == 1 ? x / scale : x, rest);
+  }
 }
 
 template <class From, class To>
 void convert_token(const Stream& s, int64_t num_heads, int64_t in, int64_t out) {
+  const float scale = s.scale_tensor == nullptr ? s.scale : s.scale * *s.scale_tensor;
   for (int64_t h = 0; h < num_heads; ++h)
     convert(static_cast<const From*>(s.in) + in + h * s.in_stride_head,
-            static_cast<To*>(s.cache) + out + h * s.cache_stride_head, s.dim);
+            static_cast<To*>(s.cache) + out + h * s.cache_stride_head, s.dim, scale);
 }
 
 template <class From>
@@ -36,6 +42,10 @@ void convert_token_from(const Stream& s, int64_t num_heads, int64_t in, int64_t 
       return convert_token<From, f16>(s, num_heads, in, out);
     case DType::bf16:
       return convert_token<From, bf16>(s, num_heads, in, out);
+    case DType::e4m3:
+      return convert_token<From, e4m3>(s, num_heads, in, out);
+    case DType::e5m2:
+      return convert_token<From, e5m2>(s, num_heads, in, out);
   }
 }
 
@@ -54,14 +64,12 @@ void write_token(const Stream& s, int64_t num_heads, int64_t in, int64_t out) {
              static_cast<size_t>(head_bytes));
     return;
   }
-  switch (s.in_dtype) {
-    case DType::f32:
-      return convert_token_from<float>(s, num_heads, in, out);
-    case DType::f16:
-      return convert_token_from<f16>(s, num_heads, in, out);
-    case DType::bf16:
-      return convert_token_from<bf16>(s, num_heads, in, out);
-  }
+  if (s.in_dtype == DType::f32)
+    convert_token_from<float>(s, num_heads, in, out);
+  else if (s.in_dtype == DType::f16)
+    convert_token_from<f16>(s, num_heads, in, out);
+  else
+    convert_token_from<bf16>(s, num_heads, in, out);
 }
 
 }  // namespace

@@ -1,11 +1,12 @@
-// Arguments of the CPU kernels: plain structs, filled by host/bind_*.cpp. Strides count elements, not bytes.
+// Arguments of the CPU attention kernel: plain structs, filled by host/bind_attention.cpp. Strides count elements, not
+// bytes.
 #pragma once
 
 #include <cstdint>
 
-namespace flashinfer_core {
+#include "device/common/params.h"
 
-enum class DType : int32_t { f32 = 0, f16 = 1, bf16 = 2 };
+namespace flashinfer_core {
 
 // Packed rows of a work item at most. A tile of keys is unpacked once an item and used by all its rows, so more rows
 // make that cheaper; the scores and the output of 128 rows at head_dim 128 take 192 KiB of a core's second-level cache.
@@ -67,26 +68,6 @@ struct AttentionParams {
   const uint8_t* custom_mask;  // bits, little endian; each request begins at byte mask_indptr[r]; or null
   const int64_t* mask_indptr;
   const float* rope_cos_sin;  // [positions, head_dim_qk]: cosines, then sines, of the half-split rotation; or null
-};
-
-// One partial attention result: v [tokens, heads, dim] and its base-2 log-sum-exp s [tokens, heads].
-struct StateView {
-  const void* v;
-  int64_t v_stride_token, v_stride_head;
-  const float* s;
-  int64_t s_stride_token, s_stride_head;
-};
-
-struct MergeStatesParams {
-  DType dtype;
-  int64_t num_tokens;
-  int32_t num_heads, head_dim, num_states;
-  const StateView* states;
-  void* v_out;  // may be the v of states[0], likewise s_out
-  int64_t v_out_stride_token, v_out_stride_head;
-  float* s_out;
-  int64_t s_out_stride_token, s_out_stride_head;
-  const uint8_t* mask;  // [tokens]: a token whose byte is 0 is not written; or null
 };
 
 }  // namespace flashinfer_core

@@ -156,14 +156,12 @@ void run(const RopeParams& p) {
 }  // namespace
 
 void rope(const RopeParams& p) {
-  switch (p.dtype) {
-    case DType::f32:
-      return run<float>(p);
-    case DType::f16:
-      return run<f16>(p);
-    case DType::bf16:
-      return run<bf16>(p);
-  }
+  if (p.dtype == DType::f32)
+    run<float>(p);
+  else if (p.dtype == DType::f16)
+    run<f16>(p);
+  else
+    run<bf16>(p);
 }
 
 }  // namespace flashinfer_core::FIC_ISA

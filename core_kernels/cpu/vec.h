@@ -40,6 +40,12 @@ struct bf16 {
 struct f16 {
   uint16_t bits;
 };
+struct e4m3 {
+  uint8_t bits;
+};
+struct e5m2 {
+  uint8_t bits;
+};
 
 FIC_INLINE VecF splat(float x) { return x - VecF{}; }
 FIC_INLINE VecF as_float(VecI x) { return reinterpret_cast<VecF>(x); }
@@ -111,6 +117,39 @@ FIC_INLINE f16 from_float<f16>(float x) {
   return {static_cast<uint16_t>(sign | (rounded >> 13))};
 }
 
+// One number as FP8 with `kMantissa` bits of mantissa and the given exponent bias. Infinity, and what is too large,
+// become the largest finite number, `kMax`.
+template <int kMantissa, int kBias, uint32_t kMax>
+FIC_INLINE uint8_t round_to_fp8(float x) {
+  constexpr uint32_t kRebias = static_cast<uint32_t>(127 - kBias) << 23;
+  constexpr uint32_t kLargest = (kMax << (23 - kMantissa)) + kRebias;  // kMax as float32
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  const uint32_t sign = (bits >> 24) & 0x80u, magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return static_cast<uint8_t>(sign | 0x7fu);  // NaN
+  if (magnitude >= kLargest) return static_cast<uint8_t>(sign | kMax);
+  if (magnitude < kRebias + (1u << 23)) {  // subnormal: the addition of a number with the right last place rounds
+    const uint32_t last_place = kRebias + (static_cast<uint32_t>(24 - kMantissa) << 23);
+    float y, z;
+    memcpy(&y, &magnitude, 4);
+    memcpy(&z, &last_place, 4);
+    y += z;
+    uint32_t rounded;
+    memcpy(&rounded, &y, 4);
+    return static_cast<uint8_t>(sign | (rounded - last_place));
+  }
+  const uint32_t half = (1u << (22 - kMantissa)) - 1u + ((magnitude >> (23 - kMantissa)) & 1u);
+  return static_cast<uint8_t>(sign | ((magnitude + half - kRebias) >> (23 - kMantissa)));
+}
+template <>
+FIC_INLINE e4m3 from_float<e4m3>(float x) {
+  return {round_to_fp8<3, 7, 0x7e>(x)};
+}
+template <>
+FIC_INLINE e5m2 from_float<e5m2>(float x) {
+  return {round_to_fp8<2, 15, 0x7b>(x)};
+}
+
 // ---- W elements -----------------------------------------------------------------------------------------------------
 
 FIC_INLINE VecF load(const float* p) {
@@ -156,6 +195,13 @@ FIC_INLINE void store(f16* p, VecF v) {
 #else
   for (int i = 0; i < W; ++i) p[i] = from_float<f16>(v[i]);
 #endif
+}
+
+FIC_INLINE void store(e4m3* p, VecF v) {
+  for (int i = 0; i < W; ++i) p[i] = from_float<e4m3>(v[i]);
+}
+FIC_INLINE void store(e5m2* p, VecF v) {
+  for (int i = 0; i < W; ++i) p[i] = from_float<e5m2>(v[i]);
 }
 
 // The first n < W elements; the rest of the vector is zero, and nothing past them is touched in memory.

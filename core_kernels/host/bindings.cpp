@@ -10,6 +10,8 @@ namespace py = pybind11;
 
 namespace flashinfer_core {
 void bind_attention(py::module_& m);
+void bind_cuda(py::module_& m);
+void bind_cuda_attention(py::module_& m);
 void bind_ops(py::module_& m);
 }  // namespace flashinfer_core
 
@@ -19,5 +21,7 @@ PYBIND11_MODULE(_native, m) {
   m.def("max_threads", &max_threads, "Threads that a kernel called from this thread may use.");
   m.def("openmp_runtime", &openmp_runtime, "Path of the OpenMP runtime that the kernels share with torch.");
   bind_attention(m);
+  bind_cuda(m);
+  bind_cuda_attention(m);
   bind_ops(m);
 }

@@ -7,18 +7,12 @@ from typing import Any
 
 import torch
 
-from flashinfer_core._checks import check_int, check_tensor
+from flashinfer_core._checks import check_int
+from flashinfer_core.attention.arrays import ArgumentNames, Buffer
+from flashinfer_core.attention.deferred import takes_planned_cache, takes_short_plan
+from flashinfer_core.attention.lengths import Lengths
 from flashinfer_core.attention.options import AttentionOptions, DType, Scale
-from flashinfer_core.attention.plan import ArgumentNames, AttentionPlan
-from flashinfer_core.attention.wrapper import (
-    PagedAttentionWrapper,
-    QueryLengths,
-    Result,
-    copy_to_buffer,
-    positional,
-    refuse_kernel_options,
-    tokens_of_split,
-)
+from flashinfer_core.attention.wrapper import PagedAttentionWrapper, Result, positional, refuse_kernel_options
 
 _NAMES = ArgumentNames(
     qo_indptr="q_len_per_req",
@@ -36,17 +30,19 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedAttentionWrapper):
     Parameters
     ----------
     float_workspace_buffer
-        uint8 tensor of any size on the device of the cache.
+        uint8 tensor on the device of the cache, or None; see `workspace_size` for the size that is of use.
     kv_layout
         ``"NHD"`` (pages are ``[page_size, num_kv_heads, head_dim]``) or ``"HND"``.
     use_cuda_graph
-        Fix the batch size to that of the three buffers, into which `plan` copies the page table.
+        Fix the batch size to that of the three buffers, into which `plan` copies the page table; a captured `run`
+        replays with what the last `plan` wrote. The first `plan` must precede the capture. A dense page table is not
+        copied: it must be the same tensor in each `plan`.
     use_tensor_cores
-        A hint to CUDA kernels; no effect on the CPU.
+        No effect: the CUDA kernel always uses them.
     paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer
         int32 ``[batch + 1]``, ``[at least the pages of any plan]``, ``[batch]``; used with `use_cuda_graph`.
     backend
-        ``"auto"``.
+        ``"auto"``, or ``"fa2"``, the CUDA kernel of all GPUs.
     jit_args, jit_kwargs
         Only ``None``: custom CUDA variants are not in this version.
 
@@ -59,7 +55,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedAttentionWrapper):
 
     def __init__(
         self,
-        float_workspace_buffer: torch.Tensor,
+        float_workspace_buffer: torch.Tensor | None = None,
         kv_layout: str = "NHD",
         use_cuda_graph: bool = False,
         use_tensor_cores: bool = False,
@@ -70,11 +66,13 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedAttentionWrapper):
         jit_args: object = None,
         jit_kwargs: object = None,
     ) -> None:
-        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args, jit_kwargs)
+        buffers = {
+            "kv_indptr": Buffer("paged_kv_indptr_buffer", paged_kv_indptr_buffer),
+            "kv_indices": Buffer("paged_kv_indices_buffer", paged_kv_indices_buffer, exact=False),
+            "kv_last_page_len": Buffer("paged_kv_last_page_len_buffer", paged_kv_last_page_len_buffer),
+        }
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args, jit_kwargs, buffers)
         self._use_tensor_cores = use_tensor_cores
-        self._indptr_buffer = paged_kv_indptr_buffer
-        self._indices_buffer = paged_kv_indices_buffer
-        self._last_page_len_buffer = paged_kv_last_page_len_buffer
         self._q_len = 1
 
     @property
@@ -82,6 +80,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedAttentionWrapper):
         """What was asked for at construction."""
         return self._use_tensor_cores
 
+    @takes_short_plan(kv_indptr="indptr", kv_indices="indices", kv_last_page_len="last_page_len")
     def plan(
         self,
         indptr: torch.Tensor,
@@ -114,16 +113,18 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedAttentionWrapper):
         ----------
         indptr, indices, last_page_len
             int32 ``[batch + 1]``, ``[pages]``, ``[batch]``: request ``r`` has pages
-            ``indices[indptr[r]:indptr[r + 1]]``, the last of which holds ``last_page_len[r]`` tokens.
+            ``indices[indptr[r]:indptr[r + 1]]``, the last of which holds ``last_page_len[r]`` tokens. On the CPU or on
+            the GPU of the cache, each as it is; `plan` waits for no GPU.
         num_qo_heads, num_kv_heads, head_dim, page_size
             The second divides the first; head_dim is at most 256.
         pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
             See `single_prefill_with_kv_cache`.
         q_data_type, kv_data_type, o_data_type, data_type
             Dtypes of q, cache and output, as torch dtypes or names. The cache's and the output's follow q's by default;
-            `data_type` sets both q's and the cache's.
+            `data_type` sets both q's and the cache's. On a GPU q is float16 or bfloat16, and the cache of q's dtype,
+            float8_e4m3fn or float8_e5m2.
         non_blocking
-            A hint for copies to a GPU; no effect on the CPU.
+            No effect: no copy to a GPU waits.
         block_tables, seq_lens
             int32 ``[batch, most pages]`` and ``[batch]``: the same page table in dense form, used in place of `indptr`,
             `indices` and `last_page_len` when both are given. `seq_lens` alone must agree with the page table.
@@ -138,6 +139,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedAttentionWrapper):
         ------
         ValueError, TypeError, NotImplementedError
             Named after the argument that is wrong.
+        RuntimeError
+            Wrong values in arrays on the GPU, found by an earlier call.
         """
         check_int("q_len_per_req", q_len_per_req, 1)
         options = AttentionOptions.check(
@@ -145,39 +148,25 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedAttentionWrapper):
         )
         if data_type is not None:
             q_data_type = kv_data_type = data_type
-        pages: dict[str, Any]
         if block_tables is not None and seq_lens is not None:
-            pages = {"block_table": block_tables, "kv_lens": seq_lens}
-            check_tensor("seq_lens", seq_lens, dtypes=(torch.int32,), ndim=1)
-            batch = seq_lens.numel()
+            keys = {"block_table": block_tables, "kv_lens": seq_lens}
         else:
-            check_tensor("indptr", indptr, dtypes=(torch.int32,), ndim=1)
-            batch = indptr.numel() - 1
-            if self._use_cuda_graph:
-                check_tensor("indices", indices, dtypes=(torch.int32,), ndim=1)
-                check_tensor("last_page_len", last_page_len, dtypes=(torch.int32,), ndim=1)
-                indptr = copy_to_buffer("paged_kv_indptr_buffer", self._indptr_buffer, indptr)
-                indices = copy_to_buffer("paged_kv_indices_buffer", self._indices_buffer, indices, exact=False)
-                last_page_len = copy_to_buffer(
-                    "paged_kv_last_page_len_buffer", self._last_page_len_buffer, last_page_len
-                )
-            pages = {"kv_indptr": indptr, "kv_indices": indices, "kv_last_page_len": last_page_len}
-        qo_indptr = torch.arange(batch + 1, dtype=torch.int32) * q_len_per_req
-        plan = AttentionPlan(
-            qo_indptr,
+            keys = {"kv_indptr": indptr, "kv_indices": indices, "kv_last_page_len": last_page_len}
+        self._set(
+            q_len_per_req,
+            keys,
+            options,
+            (q_data_type, kv_data_type, o_data_type),
             num_qo_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,
             head_dim_qk=head_dim,
+            head_dim_vo=head_dim,
             page_size=page_size,
-            causal=options.causal,
-            window_left=window_left,
-            fixed_split_size=tokens_of_split(fixed_split_size, page_size),
+            fixed_split_size=fixed_split_size,
             disable_split_kv=disable_split_kv,
             names=_NAMES,
-            **pages,
+            lengths=Lengths(seq_lens),
         )
-        lengths = QueryLengths(qo_indptr)
-        self._set(plan, options, q_data_type, kv_data_type, o_data_type, lengths=lengths, seq_lens=seq_lens)
         self._q_len = q_len_per_req
 
     begin_forward = plan
@@ -211,13 +200,14 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedAttentionWrapper):
             ``[pages, num_kv_heads, page_size, head_dim]`` (``HND``); or one tensor with K and V at dimension 1. Any
             strides but the last, which is 1.
         q_scale, k_scale, v_scale
-            Factors of the logits (the first two) and of the output: numbers or tensors of one element.
+            Factors of the logits (the first two) and of the output: numbers or tensors of one element, which stay on
+            the GPU if they are there.
         out, lse
             Where to write; allocated if None.
         return_lse
             Also return the base-2 log-sum-exp, float32 ``[batch * q_len_per_req, num_qo_heads]``.
         enable_pdl
-            A hint to CUDA kernels; no effect on the CPU.
+            A hint that no kernel needs.
         window_left
             Overrides a plan made without a window.
         sinks
@@ -255,6 +245,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedAttentionWrapper):
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 
+    @takes_planned_cache
     def forward(
         self,
         q: torch.Tensor,
@@ -296,12 +287,14 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedAttentionWrapper):
     def workspace_size(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """Return the bytes of float and int workspace that a `plan` with these arguments needs.
 
-        The arguments are those of `plan` and are checked alike. The CPU kernels use no workspace of the caller:
-        ``(0, 0)``.
+        The arguments are those of `plan` and are checked alike. The first number is the size of a
+        `float_workspace_buffer` that holds all partial results, the second what the wrapper allocates besides; the CPU
+        kernels use no such memory: ``(0, 0)``.
         """
-        scratch = type(self)(torch.empty(0, dtype=torch.uint8), self._kv_layout)
+        workspace = None if self._device is None else torch.empty(0, dtype=torch.uint8, device=self._device)
+        scratch = BatchDecodeWithPagedKVCacheWrapper(workspace, self._kv_layout)
         scratch.plan(*args, **kwargs)
-        return (0, 0)
+        return scratch._workspace_bytes()
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from flashinfer_core._checks import DTYPE_CODES, check_choice, check_int, check_tensor, refuse
-from flashinfer_core.quantization import segment_packbits
+from flashinfer_core._checks import FLOAT_DTYPES, check_choice, check_int, refuse
+from flashinfer_core.attention.memory import is_capturing
 
+BACKENDS = ("auto", "fa2", "fa3")
 POS_ENCODING_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
 _UNCHANGED = (None, False, -1, "NONE")  # the defaults of the older call forms, which keep what was planned
 Scale = float | torch.Tensor | None
@@ -67,55 +68,58 @@ class AttentionOptions:
         now = {field.name: getattr(self, field.name) for field in fields(self)}
         return AttentionOptions.check(**(now | changed))
 
-    def scale(self, head_dim: int, q_scale: Scale, k_scale: Scale) -> float:
+    def scale(self, head_dim: int) -> float:
         """Return the factor of the logits."""
-        scale = head_dim**-0.5 if self.sm_scale is None else self.sm_scale
-        if q_scale is not None:
-            scale *= scalar("q_scale", q_scale)
-        if k_scale is not None:
-            scale *= scalar("k_scale", k_scale)
-        return scale
+        return head_dim**-0.5 if self.sm_scale is None else self.sm_scale
 
-    def alibi(self, num_qo_heads: int) -> torch.Tensor | None:
+    def alibi(self, num_qo_heads: int, device: torch.device) -> torch.Tensor | None:
         """Return the slopes if the mode is ALIBI."""
-        return get_alibi_slopes(num_qo_heads) if self.pos_encoding_mode == "ALIBI" else None
+        return _alibi_on(num_qo_heads, device) if self.pos_encoding_mode == "ALIBI" else None
 
-    def rope_table(self, head_dim: int, positions: int) -> torch.Tensor | None:
+    def rope_table(self, head_dim: int, positions: int, device: torch.device) -> torch.Tensor | None:
         """Return cosines and sines of at least `positions` positions if the mode is ROPE_LLAMA."""
         if self.pos_encoding_mode != "ROPE_LLAMA":
             return None
         if head_dim % 2:
             raise ValueError(f"pos_encoding_mode: ROPE_LLAMA expects an even head_dim, got {head_dim}")
         # Rounded up so that a decode loop does not make a table for each length.
-        return _rope_table(head_dim, -(-positions // 1024) * 1024, self.rope_scale, self.rope_theta)
+        return _rope_table(head_dim, -(-positions // 1024) * 1024, self.rope_scale, self.rope_theta, device)
 
 
-def scalar(name: str, value: float | torch.Tensor) -> float:
-    """Return a scale given as a number or as a tensor of one element."""
+def split_scale(name: str, value: Scale) -> tuple[float, torch.Tensor | None]:
+    """Return a scale as a factor and, if it is a tensor on a GPU, that tensor as float32 and 1 for the factor."""
+    if value is None:
+        return 1.0, None
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
             raise NotImplementedError(
                 f"{name}: expected a number or a tensor of one element, got a tensor of shape {list(value.shape)}; "
                 "scales per head or per token are not supported in this version"
             )
+        if value.is_cuda:
+            return 1.0, value.float()
         value = value.item()
-    return _finite(name, value)
+    return _finite(name, value), None
 
 
-def dtype_of(name: str, dtype: DType) -> torch.dtype:
+def dtype_of(name: str, dtype: DType, known: tuple[torch.dtype, ...] = FLOAT_DTYPES) -> torch.dtype:
     """Return a dtype given as such or by name ("float16"); only those with kernels pass."""
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{name}: expected a torch.dtype or its name, got {dtype!r}")
-    if found not in DTYPE_CODES:
-        raise NotImplementedError(f"{name}: expected float32, float16 or bfloat16, got {found}")
+    if found not in known:
+        listed = ", ".join(str(one).removeprefix("torch.") for one in known)
+        raise NotImplementedError(f"{name}: expected one of {listed}, got {found}")
     return found
 
 
-def check_backend(backend: str) -> None:
-    """Refuse a backend other than "auto": CPU tensors have one implementation."""
-    check_choice("backend", backend, ("auto", "fa2", "fa3"))
-    refuse("backend", backend, "auto", "it names a CUDA kernel, and this version works on CPU tensors")
+def check_backend(backend: str, device: torch.device | None) -> None:
+    """Refuse a backend that does not exist, or not for the device if that is known."""
+    check_choice("backend", backend, BACKENDS)
+    if backend == "fa2" and device is not None and device.type == "cpu":
+        refuse("backend", backend, "auto", "it names the CUDA kernel, and the tensors are on the CPU")
+    if backend == "fa3":
+        refuse("backend", backend, "auto", "its kernels are not in this version")
 
 
 def get_alibi_slopes(n_heads: int, device: torch.device | str | None = None) -> torch.Tensor:
@@ -147,48 +151,32 @@ def _alibi_slopes(n_heads: int) -> torch.Tensor:
     return torch.tensor([2.0**-e for e in exponents], dtype=torch.float32)
 
 
+@functools.lru_cache(maxsize=16)
+def _alibi_on(n_heads: int, device: torch.device) -> torch.Tensor:
+    slopes = _alibi_slopes(n_heads)
+    if device.type == "cpu":
+        return slopes
+    _not_captured("ALIBI", device)
+    return slopes.pin_memory().to(device, non_blocking=True)
+
+
 @functools.lru_cache(maxsize=4)
-def _rope_table(head_dim: int, positions: int, scale: float, theta: float) -> torch.Tensor:
-    frequencies = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim) / scale
+def _rope_table(head_dim: int, positions: int, scale: float, theta: float, device: torch.device) -> torch.Tensor:
+    _not_captured("ROPE_LLAMA", device)
+    at = functools.partial(torch.arange, dtype=torch.float64, device=device)
+    frequencies = theta ** -(at(0, head_dim, 2) / head_dim) / scale
     # Angles in float64: at position 100,000 a float32 angle is off by 0.004.
-    angles = torch.arange(positions, dtype=torch.float64)[:, None] * frequencies
+    angles = at(positions)[:, None] * frequencies
     return torch.cat([angles.cos(), angles.sin()], dim=1).float()
 
 
-def packed_mask(
-    custom_mask: torch.Tensor | None,
-    packed_custom_mask: torch.Tensor | None,
-    qo_indptr: torch.Tensor,
-    kv_lens: list[int],
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return a custom mask as little-endian bits with the first byte of each request, or two ``None``.
-
-    Parameters
-    ----------
-    custom_mask
-        bool or 0/1, the masks ``[qo_len, kv_len]`` of all requests, flattened one after the other.
-    packed_custom_mask
-        uint8, the same as bits, each request on a fresh byte; wins over `custom_mask`.
-    qo_indptr, kv_lens
-        The planned lengths.
-    """
-    if custom_mask is None and packed_custom_mask is None:
-        return None, None
-    bits = [qo * kv for qo, kv in zip(qo_indptr.diff().tolist(), kv_lens, strict=True)]
-    if packed_custom_mask is not None:
-        check_tensor("packed_custom_mask", packed_custom_mask, dtypes=(torch.uint8,), ndim=1, last_dim_contiguous=True)
-        byte_indptr = torch.tensor([0, *((n + 7) // 8 for n in bits)], dtype=torch.int64).cumsum(0)
-        if packed_custom_mask.numel() < int(byte_indptr[-1]):
-            raise ValueError(
-                f"packed_custom_mask: expected at least {int(byte_indptr[-1])} bytes, got {packed_custom_mask.numel()}"
-            )
-        return packed_custom_mask, byte_indptr
-    assert custom_mask is not None
-    check_tensor("custom_mask", custom_mask, dtypes=(torch.bool, torch.uint8, torch.int32, torch.int64))
-    if custom_mask.numel() != sum(bits):
-        raise ValueError(f"custom_mask: expected {sum(bits)} elements, got {custom_mask.numel()}")
-    bit_indptr = torch.tensor([0, *bits], dtype=torch.int64).cumsum(0)
-    return segment_packbits(custom_mask.reshape(-1), bit_indptr, bitorder="little")
+def _not_captured(mode: str, device: torch.device) -> None:
+    """Raise where a table would be made by a CUDA graph, which computes nothing until it is replayed."""
+    if device.type != "cpu" and is_capturing(device):
+        raise RuntimeError(
+            f"pos_encoding_mode: expected a call with {mode!r} before the capture of a CUDA graph, to make the table "
+            "that later calls share, got the first one during the capture"
+        )
 
 
 def _finite(name: str, value: float) -> float:

@@ -7,18 +7,11 @@ from typing import Any
 
 import torch
 
+from flashinfer_core.attention.arrays import ArgumentNames, Buffer
+from flashinfer_core.attention.deferred import takes_planned_cache, takes_short_plan
+from flashinfer_core.attention.lengths import Lengths
 from flashinfer_core.attention.options import AttentionOptions, DType, Scale
-from flashinfer_core.attention.plan import ArgumentNames, AttentionPlan
-from flashinfer_core.attention.wrapper import (
-    PagedAttentionWrapper,
-    QueryLengths,
-    Result,
-    check_bound,
-    copy_to_buffer,
-    positional,
-    refuse_kernel_options,
-    tokens_of_split,
-)
+from flashinfer_core.attention.wrapper import PagedAttentionWrapper, Result, positional, refuse_kernel_options
 
 _NAMES = ArgumentNames(
     kv_indptr="paged_kv_indptr",
@@ -35,18 +28,19 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedAttentionWrapper):
     Parameters
     ----------
     float_workspace_buffer
-        uint8 tensor of any size on the device of the cache.
+        uint8 tensor on the device of the cache, or None; see `workspace_size` for the size that is of use.
     kv_layout
         ``"NHD"`` (pages are ``[page_size, num_kv_heads, head_dim]``) or ``"HND"``.
     use_cuda_graph
-        Fix the batch size to that of the buffers, into which `plan` copies the page table.
+        Fix the batch size to that of the buffers, into which `plan` copies the page table; see
+        `BatchDecodeWithPagedKVCacheWrapper`.
     qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf
         int32 ``[batch + 1]``, ``[batch + 1]``, ``[at least the pages of any plan]``, ``[batch]``; used with
         `use_cuda_graph`.
     custom_mask_buf, mask_indptr_buf
         uint8 and int32 ``[batch + 1]``: where `plan` copies packed masks with `use_cuda_graph`.
     backend
-        ``"auto"``.
+        ``"auto"``, or ``"fa2"``, the CUDA kernel of all GPUs.
     jit_args, jit_kwargs, variant_owns_mask
         Custom CUDA variants, which are not in this version: None and False.
     max_total_num_rows
@@ -55,7 +49,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedAttentionWrapper):
 
     def __init__(
         self,
-        float_workspace_buffer: torch.Tensor,
+        float_workspace_buffer: torch.Tensor | None = None,
         kv_layout: str = "NHD",
         use_cuda_graph: bool = False,
         qo_indptr_buf: torch.Tensor | None = None,
@@ -70,16 +64,21 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedAttentionWrapper):
         variant_owns_mask: bool = False,
         max_total_num_rows: int | None = None,
     ) -> None:
-        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args, jit_kwargs)
+        buffers = {
+            "qo_indptr": Buffer("qo_indptr_buf", qo_indptr_buf),
+            "kv_indptr": Buffer("paged_kv_indptr_buf", paged_kv_indptr_buf),
+            "kv_indices": Buffer("paged_kv_indices_buf", paged_kv_indices_buf, exact=False),
+            "kv_last_page_len": Buffer("paged_kv_last_page_len_buf", paged_kv_last_page_len_buf),
+        }
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args, jit_kwargs, buffers)
         refuse_kernel_options(variant_owns_mask=variant_owns_mask)
-        self._qo_indptr_buf = qo_indptr_buf
-        self._kv_indptr_buf = paged_kv_indptr_buf
-        self._kv_indices_buf = paged_kv_indices_buf
-        self._kv_last_page_len_buf = paged_kv_last_page_len_buf
         self._custom_mask_buf = custom_mask_buf
         self._mask_indptr_buf = mask_indptr_buf
         self._max_total_num_rows = max_total_num_rows
 
+    @takes_short_plan(
+        kv_indptr="paged_kv_indptr", kv_indices="paged_kv_indices", kv_last_page_len="paged_kv_last_page_len"
+    )
     def plan(
         self,
         qo_indptr: torch.Tensor,
@@ -137,18 +136,22 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedAttentionWrapper):
         causal, pos_encoding_mode, use_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta
             See `single_prefill_with_kv_cache`.
         q_data_type, kv_data_type, o_data_type
-            Dtypes of q, cache and output; the others follow q's by default.
+            Dtypes of q, cache and output; the others follow q's by default. On a GPU q is float16 or bfloat16, and the
+            cache of q's dtype, float8_e4m3fn or float8_e5m2.
         non_blocking
-            A hint for copies to a GPU; no effect on the CPU.
+            No effect: no copy to a GPU waits.
         prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr, use_token_head_sf
             Multi-item scoring and quantized caches, which are not in this version: None, 0 and False.
         block_tables, seq_lens
             int32 ``[batch, most pages]`` and ``[batch]``: the page table in dense form, used in place of the CSR
             arrays when both are given. `seq_lens` alone must agree with the page table.
         seq_lens_q, max_token_per_sequence, max_sequence_kv, uniform_q_len
-            Query lengths, bounds of query and key lengths, and the one query length of all requests: checked.
+            Query lengths, bounds of query and key lengths, and the one query length of all requests: checked where the
+            arrays are in CPU memory. Where `qo_indptr` is on a GPU, one that says how many query rows a request has
+            helps to choose the kernel.
         fixed_split_size
-            Pages after which a request's work is cut, whatever the batch; None or -1 for a choice from the batch.
+            Pages after which a request's work is cut, whatever the batch; None or -1 for a choice from the batch. It
+            needs the lengths in CPU memory.
         disable_split_kv
             Never cut a request's keys. With either of the last two a request's result does not depend on its batch.
 
@@ -156,6 +159,12 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedAttentionWrapper):
         ------
         ValueError, TypeError, NotImplementedError
             Named after the argument that is wrong.
+        RuntimeError
+            Wrong values in arrays on the GPU, found by an earlier call.
+
+        Notes
+        -----
+        Index arrays are on the CPU or on the GPU of the cache, each as it is; `plan` waits for no GPU.
         """
         refuse_kernel_options(
             prefix_len_ptr=prefix_len_ptr,
@@ -168,51 +177,31 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedAttentionWrapper):
         options = AttentionOptions.check(
             causal and not masked, pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
         )
-        pages: dict[str, Any]
-        if self._use_cuda_graph:
-            qo_indptr = copy_to_buffer("qo_indptr_buf", self._qo_indptr_buf, qo_indptr)
         if block_tables is not None and seq_lens is not None:
-            pages = {"block_table": block_tables, "kv_lens": seq_lens}
+            keys = {"block_table": block_tables, "kv_lens": seq_lens}
         else:
-            if self._use_cuda_graph:
-                paged_kv_indptr = copy_to_buffer("paged_kv_indptr_buf", self._kv_indptr_buf, paged_kv_indptr)
-                paged_kv_indices = copy_to_buffer(
-                    "paged_kv_indices_buf", self._kv_indices_buf, paged_kv_indices, exact=False
-                )
-                paged_kv_last_page_len = copy_to_buffer(
-                    "paged_kv_last_page_len_buf", self._kv_last_page_len_buf, paged_kv_last_page_len
-                )
-            pages = {
+            keys = {
                 "kv_indptr": paged_kv_indptr,
                 "kv_indices": paged_kv_indices,
                 "kv_last_page_len": paged_kv_last_page_len,
             }
-        plan = AttentionPlan(
+        self._set(
             qo_indptr,
+            keys,
+            options,
+            (q_data_type, kv_data_type, o_data_type),
             num_qo_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,
             head_dim_qk=head_dim_qk,
             head_dim_vo=head_dim_vo,
             page_size=page_size,
-            causal=options.causal,
-            window_left=window_left,
-            fixed_split_size=tokens_of_split(fixed_split_size, page_size),
+            fixed_split_size=fixed_split_size,
             disable_split_kv=disable_split_kv,
             names=_NAMES,
-            **pages,
-        )
-        check_bound("max_total_num_rows", self._max_total_num_rows, [plan.num_queries])
-        self._set(
-            plan,
-            options,
-            q_data_type,
-            kv_data_type,
-            o_data_type,
-            lengths=QueryLengths(qo_indptr, seq_lens_q, max_token_per_sequence, uniform_q_len),
-            seq_lens=seq_lens,
-            max_sequence_kv=max_sequence_kv,
+            lengths=Lengths(seq_lens, max_sequence_kv, seq_lens_q, max_token_per_sequence, uniform_q_len),
             custom_mask=custom_mask,
             packed_custom_mask=packed_custom_mask,
+            max_rows=self._max_total_num_rows,
         )
 
     begin_forward = plan
@@ -286,6 +275,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedAttentionWrapper):
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 
+    @takes_planned_cache
     def forward(
         self,
         q: torch.Tensor,
@@ -328,8 +318,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedAttentionWrapper):
     def workspace_size(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """Return the bytes of float and int workspace that a `plan` with these arguments needs.
 
-        The arguments are those of `plan` and are checked alike. The CPU kernels use no workspace of the caller:
-        ``(0, 0)``.
+        See `BatchDecodeWithPagedKVCacheWrapper.workspace_size`.
         """
-        BatchPrefillWithPagedKVCacheWrapper(torch.empty(0, dtype=torch.uint8), self._kv_layout).plan(*args, **kwargs)
-        return (0, 0)
+        workspace = None if self._device is None else torch.empty(0, dtype=torch.uint8, device=self._device)
+        scratch = BatchPrefillWithPagedKVCacheWrapper(workspace, self._kv_layout)
+        scratch.plan(*args, **kwargs)
+        return scratch._workspace_bytes()

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import functools
-from itertools import pairwise
 from typing import Any
 
 import torch
 
 from flashinfer_core._checks import check_tensor
-from flashinfer_core.attention.options import AttentionOptions, DType, Scale, scalar
-from flashinfer_core.attention.plan import ArgumentNames, AttentionPlan
-from flashinfer_core.attention.wrapper import (
-    AttentionWrapper,
-    QueryLengths,
-    Result,
-    copy_to_buffer,
-    positional,
-    refuse_kernel_options,
-    tokens_of_split,
-)
+from flashinfer_core.attention.arrays import ArgumentNames, Buffer
+from flashinfer_core.attention.deferred import takes_kv_data, takes_short_plan
+from flashinfer_core.attention.lengths import Lengths
+from flashinfer_core.attention.options import AttentionOptions, DType, Scale
+from flashinfer_core.attention.wrapper import AttentionWrapper, Result, positional, refuse_kernel_options
 
 _NAMES = ArgumentNames(kv_lens="kv_indptr")
 
@@ -30,7 +23,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
     Parameters
     ----------
     float_workspace_buffer
-        uint8 tensor of any size on the device of the tensors.
+        uint8 tensor on the device of the tensors, or None.
     kv_layout
         ``"NHD"`` for K and V ``[tokens, num_kv_heads, head_dim]``, ``"HND"`` for ``[num_kv_heads, tokens, head_dim]``.
     use_cuda_graph, qo_indptr_buf, kv_indptr_buf
@@ -41,7 +34,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
 
     def __init__(
         self,
-        float_workspace_buffer: torch.Tensor,
+        float_workspace_buffer: torch.Tensor | None = None,
         kv_layout: str = "NHD",
         use_cuda_graph: bool = False,
         qo_indptr_buf: torch.Tensor | None = None,
@@ -53,13 +46,16 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         jit_kwargs: object = None,
         variant_owns_mask: bool = False,
     ) -> None:
-        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args, jit_kwargs)
+        buffers = {
+            "qo_indptr": Buffer("qo_indptr_buf", qo_indptr_buf),
+            "kv_indptr": Buffer("kv_indptr_buf", kv_indptr_buf),
+        }
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args, jit_kwargs, buffers)
         refuse_kernel_options(variant_owns_mask=variant_owns_mask)
-        self._qo_indptr_buf = qo_indptr_buf
-        self._kv_indptr_buf = kv_indptr_buf
         self._custom_mask_buf = custom_mask_buf
         self._mask_indptr_buf = mask_indptr_buf
 
+    @takes_short_plan(kv_indptr="kv_indptr")
     def plan(
         self,
         qo_indptr: torch.Tensor,
@@ -135,39 +131,20 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         options = AttentionOptions.check(
             causal and not masked, pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
         )
-        qo_indptr = qo_indptr if qo_indptr_cpu is None else qo_indptr_cpu
-        kv_indptr = kv_indptr if kv_indptr_cpu is None else kv_indptr_cpu
-        if self._use_cuda_graph:
-            qo_indptr = copy_to_buffer("qo_indptr_buf", self._qo_indptr_buf, qo_indptr)
-            kv_indptr = copy_to_buffer("kv_indptr_buf", self._kv_indptr_buf, kv_indptr)
-        check_tensor("qo_indptr", qo_indptr, dtypes=(torch.int32,), ndim=1)
-        check_tensor("kv_indptr", kv_indptr, dtypes=(torch.int32,), shape=(qo_indptr.numel(),))
-        starts = kv_indptr.tolist()
-        if starts and (starts[0] != 0 or any(end < start for start, end in pairwise(starts))):
-            raise ValueError(f"kv_indptr: expected values from 0 that do not decrease, got {starts}")
-        plan = AttentionPlan(
-            qo_indptr,
-            kv_indptr.diff(),
-            kv_start=kv_indptr[:-1].long(),
+        self._set(
+            qo_indptr if qo_indptr_cpu is None else qo_indptr_cpu,
+            {"kv_indptr": kv_indptr if kv_indptr_cpu is None else kv_indptr_cpu},
+            options,
+            (q_data_type, kv_data_type, o_data_type),
             num_qo_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,
             head_dim_qk=head_dim_qk,
             head_dim_vo=head_dim_vo,
-            causal=options.causal,
-            window_left=window_left,
-            fixed_split_size=tokens_of_split(fixed_split_size, 1),
+            page_size=None,
+            fixed_split_size=fixed_split_size,
             disable_split_kv=disable_split_kv,
             names=_NAMES,
-        )
-        self._set(
-            plan,
-            options,
-            q_data_type,
-            kv_data_type,
-            o_data_type,
-            lengths=QueryLengths(qo_indptr, seq_lens_q, max_token_per_sequence, uniform_q_len),
-            seq_lens=seq_lens,
-            max_sequence_kv=max_sequence_kv,
+            lengths=Lengths(seq_lens, max_sequence_kv, seq_lens_q, max_token_per_sequence, uniform_q_len),
             custom_mask=custom_mask,
             packed_custom_mask=packed_custom_mask,
         )
@@ -217,7 +194,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
             q_scale=q_scale,
             k_scale=k_scale,
             v_scale=v_scale,
-            out_scale=1.0 if o_scale is None else 1.0 / scalar("o_scale", o_scale),
+            o_scale=o_scale,
             out=out,
             lse=lse,
             return_lse=return_lse,
@@ -227,6 +204,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 
+    @takes_kv_data
     def forward(
         self,
         q: torch.Tensor,

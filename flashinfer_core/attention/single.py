@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
-from flashinfer_core._checks import KV_LAYOUTS, check_choice, check_tensor, refuse
-from flashinfer_core.attention.options import (
-    AttentionOptions,
-    DType,
-    Scale,
-    check_backend,
-    dtype_of,
-    packed_mask,
-    scalar,
-)
+from flashinfer_core._checks import FLOAT_DTYPES, FP8_DTYPES, KV_LAYOUTS, check_choice, check_tensor, refuse
+from flashinfer_core._cuda import current_stream
+from flashinfer_core._ops import native_op
+from flashinfer_core.attention.masks import packed_mask
+from flashinfer_core.attention.memory import PlanMemory, Pool, is_capturing
+from flashinfer_core.attention.operators import joined, separate
+from flashinfer_core.attention.options import AttentionOptions, DType, Scale, check_backend, dtype_of, split_scale
 from flashinfer_core.attention.plan import AttentionPlan
+
+_KV_DTYPES = (*FLOAT_DTYPES, *FP8_DTYPES)
 
 
 def single_decode_with_kv_cache(
@@ -39,11 +42,11 @@ def single_decode_with_kv_cache(
     Parameters
     ----------
     q
-        ``[num_qo_heads, head_dim_qk]``, float32, float16 or bfloat16.
+        ``[num_qo_heads, head_dim_qk]``, float16, bfloat16 or on the CPU float32.
     k, v
         ``[kv_len, num_kv_heads, head_dim]``, or ``[num_kv_heads, kv_len, head_dim]`` with ``kv_layout="HND"``.
     use_tensor_cores
-        A hint to CUDA kernels; no effect on the CPU.
+        No effect: the CUDA kernel always uses them.
     pos_encoding_mode, q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
         See `single_prefill_with_kv_cache`.
     return_lse
@@ -98,12 +101,14 @@ def single_prefill_with_kv_cache(
     Parameters
     ----------
     q
-        ``[qo_len, num_qo_heads, head_dim_qk]``, float32, float16 or bfloat16, any strides but the last, which is 1.
+        ``[qo_len, num_qo_heads, head_dim_qk]``, float16, bfloat16 or on the CPU float32, any strides but the last,
+        which is 1.
     k, v
         ``[kv_len, num_kv_heads, head_dim]``, or ``[num_kv_heads, kv_len, head_dim]`` with ``kv_layout="HND"``;
-        num_kv_heads divides num_qo_heads, V may have a head_dim of its own, both at most 256.
+        num_kv_heads divides num_qo_heads, V may have a head_dim of its own, both at most 256. On a GPU of q's dtype,
+        float8_e4m3fn or float8_e5m2.
     scale_q, scale_k, scale_v
-        Scales of FP8 inputs, which this version does not take: only ``None``.
+        Scales of FP8 queries, which this version does not take: only ``None``.
     o_dtype
         Dtype of the output; q's by default.
     custom_mask
@@ -118,7 +123,7 @@ def single_prefill_with_kv_cache(
         ``"NONE"``; ``"ROPE_LLAMA"`` rotates q and k on load (half-split, q at positions from ``kv_len - qo_len`` on);
         ``"ALIBI"`` adds ``slope * (j - i - kv_len + qo_len)`` to the logits (Press et al. 2022).
     use_fp16_qk_reduction
-        Permits a less accurate sum on CUDA; sums are float32 on the CPU.
+        Permits a less accurate sum; sums are float32 in any case.
     sm_scale
         Factor of the logits; ``1 / sqrt(head_dim_qk)`` by default.
     window_left
@@ -128,13 +133,14 @@ def single_prefill_with_kv_cache(
     rope_scale, rope_theta
         Of ``"ROPE_LLAMA"``; 1 and 10,000 by default.
     backend
-        ``"auto"``. ``"fa2"`` and ``"fa3"`` name CUDA kernels, which this version does not have.
+        ``"auto"``, or for tensors on a GPU ``"fa2"``, the kernel of all GPUs. ``"fa3"`` is not in this version.
     return_lse
         Also return the log-sum-exp.
     kv_cache_sf
         Scales of FP4 keys and values, which this version does not take: only ``None``.
     k_scale, v_scale
-        Factors of the logits and of the output, a number or a tensor of one element.
+        Factors of the logits and of the output, a number or a tensor of one element, which stays on the GPU if it is
+        there.
 
     Returns
     -------
@@ -153,8 +159,8 @@ def single_prefill_with_kv_cache(
     """
     for name, value in (("scale_q", scale_q), ("scale_k", scale_k), ("scale_v", scale_v), ("kv_cache_sf", kv_cache_sf)):
         refuse(name, value, None, "it belongs to FP8 and FP4 inputs, which this version does not take")
-    check_backend(backend)
     check_tensor("q", q, ndim=3)
+    check_backend(backend, q.device)
     masked = custom_mask is not None or packed_custom_mask is not None
     options = AttentionOptions.check(
         causal and not masked, pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
@@ -178,44 +184,130 @@ def _single(
     packed_custom_mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     check_choice("kv_layout", kv_layout, KV_LAYOUTS)
-    check_tensor("k", k, ndim=3)
-    check_tensor("v", v, ndim=3)
+    check_tensor("k", k, dtypes=_KV_DTYPES, ndim=3)
+    check_tensor("v", v, dtypes=_KV_DTYPES, ndim=3)
     if kv_layout == "HND":
         k, v = k.transpose(0, 1), v.transpose(0, 1)
-    qo_len, num_qo_heads, head_dim_qk = q.shape
-    kv_len, num_kv_heads, _ = k.shape
     if v.shape[:2] != k.shape[:2]:
         raise ValueError(
-            f"v: expected {kv_len} keys and {num_kv_heads} heads as k has, got shape {list(v.shape)} (NHD)"
+            f"v: expected {k.shape[0]} keys and {k.shape[1]} heads as k has, got shape {list(v.shape)} (NHD)"
         )
-    qo_indptr = torch.tensor([0, qo_len], dtype=torch.int32)
-    plan = AttentionPlan(
-        qo_indptr,
-        torch.tensor([kv_len], dtype=torch.int32),
-        num_qo_heads=num_qo_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim_qk=head_dim_qk,
-        head_dim_vo=v.shape[2],
-        kv_start=torch.zeros(1, dtype=torch.int64),
-        causal=options.causal,
-        window_left=options.window_left,
+    out = torch.empty(q.shape[0], q.shape[1], v.shape[2], dtype=out_dtype, device=q.device)
+    lse = torch.empty(q.shape[0], q.shape[1], dtype=torch.float32, device=q.device)
+    _single_attention(
+        q,
+        k,
+        v,
+        out,
+        lse,
+        *separate((q_scale, k_scale, v_scale)),
+        custom_mask,
+        packed_custom_mask,
+        options.causal,
+        options.window_left,
+        options.sm_scale,
+        options.logits_soft_cap,
+        options.pos_encoding_mode,
+        options.rope_scale,
+        options.rope_theta,
     )
-    out = torch.empty(qo_len, num_qo_heads, v.shape[2], dtype=out_dtype, device=q.device)
-    lse = torch.empty(qo_len, num_qo_heads, dtype=torch.float32, device=q.device)
-    mask, mask_indptr = packed_mask(custom_mask, packed_custom_mask, qo_indptr, [kv_len])
+    return out, lse
+
+
+@native_op(
+    "Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) lse, float[] factors, Tensor?[] scales, "
+    "Tensor? custom_mask, Tensor? packed_custom_mask, bool causal, int window_left, float? sm_scale, "
+    "float logits_soft_cap, str pos_encoding_mode, float rope_scale, float rope_theta"
+)
+def _single_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    factors: list[float],
+    scales: Sequence[torch.Tensor | None],
+    custom_mask: torch.Tensor | None,
+    packed_custom_mask: torch.Tensor | None,
+    causal: bool,
+    window_left: int,
+    sm_scale: float | None,
+    logits_soft_cap: float,
+    pos_encoding_mode: str,
+    rope_scale: float,
+    rope_theta: float,
+) -> None:
+    options = AttentionOptions(
+        causal, window_left, sm_scale, logits_soft_cap, pos_encoding_mode, rope_scale, rope_theta
+    )
+    heads, dim_qk, dim_vo = q.shape[1], q.shape[2], v.shape[2]
+    plan = _plan(q.device, len(q), len(k), heads, k.shape[1], dim_qk, dim_vo, causal, window_left)
+    arrays = plan.arrays
+    if not (q.is_cuda and is_capturing(q.device)):
+        arrays = arrays.moved({"kv_lens": torch.tensor([len(k)], dtype=torch.int32)})  # for which the mask is checked
+    mask, mask_indptr = packed_mask(custom_mask, packed_custom_mask, arrays, q.device)
+    q_scale, k_scale, v_scale = joined(factors, scales)
+    q_factor, gpu_q_scale = split_scale("q_scale", q_scale)
+    k_factor, gpu_k_scale = split_scale("k_scale", k_scale)
+    v_factor, gpu_v_scale = split_scale("v_scale", v_scale)
     plan.run(
         q,
         k,
         v,
         out,
         lse,
-        sm_scale=options.scale(head_dim_qk, q_scale, k_scale),
-        logits_soft_cap=options.logits_soft_cap,
-        v_scale=1.0 if v_scale is None else scalar("v_scale", v_scale),
-        alibi_slopes=options.alibi(num_qo_heads),
+        sm_scale=options.scale(dim_qk) * q_factor * k_factor,
+        logits_soft_cap=logits_soft_cap,
+        v_scale=v_factor,
+        alibi_slopes=options.alibi(heads, q.device),
         custom_mask=mask,
         mask_indptr=mask_indptr,
-        rope_cos_sin=options.rope_table(head_dim_qk, max(kv_len, qo_len)),
+        rope_cos_sin=options.rope_table(dim_qk, max(len(q), len(k)), q.device),
+        gpu_scales=(gpu_q_scale, gpu_k_scale, gpu_v_scale),
         kv_name="k and v",
     )
-    return out, lse
+
+
+def _plan(device: torch.device, *batch: Any) -> AttentionPlan:
+    if device.type == "cpu":
+        return _make_plan(device, None, *batch)
+    if is_capturing(device):  # the graph keeps what it uses, and nothing else may
+        return _make_plan(device, PlanMemory(device), *batch)
+    return _plan_on_stream(device, current_stream(device.index), *batch)
+
+
+@functools.lru_cache(maxsize=16)
+def _plan_on_stream(device: torch.device, stream: int, *batch: Any) -> AttentionPlan:
+    return _make_plan(device, PlanMemory(device, scratch=_scratch(device, stream)), *batch)
+
+
+@functools.lru_cache(maxsize=16)
+def _scratch(device: torch.device, stream: int) -> Pool:
+    return Pool(device)
+
+
+def _make_plan(
+    device: torch.device,
+    memory: PlanMemory | None,
+    q_len: int,
+    kv_len: int,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim_qk: int,
+    head_dim_vo: int,
+    causal: bool,
+    window_left: int,
+) -> AttentionPlan:
+    # A number that the host knows is filled in on the GPU: that needs no copy, so it may be captured.
+    return AttentionPlan(
+        q_len,
+        torch.full((1,), kv_len, dtype=torch.int32, device=device),
+        num_qo_heads=num_qo_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim_qk=head_dim_qk,
+        head_dim_vo=head_dim_vo,
+        causal=causal,
+        window_left=window_left,
+        device=device,
+        memory=memory,
+    )

@@ -1,17 +1,19 @@
 """What the batch wrappers have in common: a plan made once, and runs of it.
 
 A wrapper's `plan` fixes lengths, page tables, masks, options and dtypes; `run` brings tensors and scales. The wrappers
-differ in how `plan` describes the keys (`decode.py`, `prefill.py`).
+differ in how `plan` describes the keys (`decode.py`, `prefill.py`, `ragged.py`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from flashinfer_core._checks import (
+    FLOAT_DTYPES,
+    FP8_DTYPES,
     KV_LAYOUTS,
     check_choice,
     check_int,
@@ -19,43 +21,26 @@ from flashinfer_core._checks import (
     refuse,
     split_paged_kv_cache,
 )
+from flashinfer_core.attention.arrays import ArgumentNames, Buffer
+from flashinfer_core.attention.deferred import DeferredPlan
+from flashinfer_core.attention.kernels import Q_DTYPES
+from flashinfer_core.attention.layout import check_device
+from flashinfer_core.attention.lengths import Lengths, check_bound
+from flashinfer_core.attention.masks import packed_mask
+from flashinfer_core.attention.memory import PlanMemory
+from flashinfer_core.attention.operators import attention_wrapper_run, register
 from flashinfer_core.attention.options import (
     AttentionOptions,
     DType,
     Scale,
     check_backend,
     dtype_of,
-    packed_mask,
-    scalar,
+    split_scale,
 )
 from flashinfer_core.attention.plan import AttentionPlan
 
 LN_2 = 0.6931471805599453
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class QueryLengths:
-    """Where each request's query rows are, with what else the caller said of their numbers."""
-
-    qo_indptr: torch.Tensor
-    seq_lens_q: torch.Tensor | None = None
-    max_token_per_sequence: int | None = None
-    uniform_q_len: int | None = None
-
-    def check(self) -> None:
-        """Raise where the statements differ."""
-        if self.seq_lens_q is None and self.max_token_per_sequence is None and self.uniform_q_len is None:
-            return
-        lens = self.qo_indptr.diff().tolist()
-        _check_lens("seq_lens_q", self.seq_lens_q, lens)
-        check_bound("max_token_per_sequence", self.max_token_per_sequence, lens)
-        if self.uniform_q_len is not None:
-            check_int("uniform_q_len", self.uniform_q_len, 0)
-            if any(length != self.uniform_q_len for length in lens):
-                raise ValueError(
-                    f"uniform_q_len: expected the length of every request, {_short(lens)}, got {self.uniform_q_len}"
-                )
 
 
 class AttentionWrapper:
@@ -64,43 +49,62 @@ class AttentionWrapper:
     Parameters
     ----------
     float_workspace_buffer
-        uint8 tensor whose device is the wrapper's device. The CPU kernels allocate what they need themselves and use
-        none of it, so any size will do.
+        Tensor whose device is the wrapper's device; None: the device is that of the arrays of `plan`. On a GPU it
+        holds partial results if it is large enough (`workspace_size`), else the wrapper allocates memory for them; the
+        little that it needs besides it allocates in any case. The CPU kernels use none of it.
     kv_layout
         ``"NHD"`` or ``"HND"``.
     use_cuda_graph
-        Fix the batch size and keep lengths and page table in the buffers given, which `plan` then overwrites.
+        Fix the batch size and keep lengths and page table in the buffers given, which `plan` then overwrites: a
+        captured `run` replays with what the last `plan` wrote. The first `plan` must precede the capture.
     backend
-        ``"auto"``.
+        ``"auto"`` for the best there is; ``"fa2"`` for the CUDA kernel of all GPUs.
     jit_args, jit_kwargs
         Custom CUDA variants, which this version does not have: only ``None``.
+    buffers
+        The caller's buffers, by the members of `ArgumentNames`.
     """
 
     def __init__(
         self,
-        float_workspace_buffer: torch.Tensor,
+        float_workspace_buffer: torch.Tensor | None,
         kv_layout: str,
         use_cuda_graph: bool,
         backend: str,
         jit_args: object,
         jit_kwargs: object,
+        buffers: Mapping[str, Buffer],
     ) -> None:
-        check_tensor("float_workspace_buffer", float_workspace_buffer, dtypes=None)
+        if float_workspace_buffer is not None:
+            check_tensor("float_workspace_buffer", float_workspace_buffer, dtypes=None)
+        self._workspace = float_workspace_buffer
+        self._device = None if float_workspace_buffer is None else float_workspace_buffer.device
         check_choice("kv_layout", kv_layout, KV_LAYOUTS)
-        check_backend(backend)
+        check_backend(backend, self._device)
         refuse("jit_args", jit_args, None, "custom CUDA variants are not in this version")
         refuse("jit_kwargs", jit_kwargs, None, "custom CUDA variants are not in this version")
         self._kv_layout = kv_layout
         self._use_cuda_graph = use_cuda_graph
+        self._backend = backend
+        self._buffers = dict(buffers) if use_cuda_graph else None
+        for name, buffer, _ in buffers.values() if use_cuda_graph else ():
+            if buffer is not None:
+                check_tensor(name, buffer, dtypes=(torch.int32,), ndim=1, last_dim_contiguous=True)
+                check_device(name, buffer, buffer.device if self._device is None else self._device)
+        self._handle = register(self)
+        self._memory: PlanMemory | None = None
         self._custom_mask_buf: torch.Tensor | None = None
         self._mask_indptr_buf: torch.Tensor | None = None
         self._plan: AttentionPlan | None = None
+        self._deferred: DeferredPlan | None = None
+        self._kv_cache: object = None
         self._options = AttentionOptions()
         self._q_dtype = self._kv_dtype = self._o_dtype = torch.float16
+        self._num_qo_heads = self._head_dim_vo = 0
         self._mask: torch.Tensor | None = None
         self._mask_indptr: torch.Tensor | None = None
-        self._alibi: torch.Tensor | None = None
-        self._rope: torch.Tensor | None = None
+        self._most_keys: int | None = None
+        self._kept_tables: dict[int, torch.Tensor] = {}
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -110,48 +114,107 @@ class AttentionWrapper:
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor | None = None
     ) -> None:
-        """Replace the workspace; the CPU kernels use none, so the tensors are only checked."""
+        """Replace the workspace from the next `plan` on; the second one is only checked, since no wrapper needs it."""
         check_tensor("float_workspace_buffer", float_workspace_buffer, dtypes=None)
         if int_workspace_buffer is not None:
             check_tensor("int_workspace_buffer", int_workspace_buffer, dtypes=None)
+        if self._device is not None:
+            check_device("float_workspace_buffer", float_workspace_buffer, self._device)
+        self._workspace = float_workspace_buffer
+        if self._memory is not None:
+            self._memory.workspace = float_workspace_buffer
 
     def end_forward(self) -> None:
-        """Do nothing: the counterpart of `begin_forward` in older programs."""
+        """Forget the cache that `begin_forward` was given."""
+        self._kv_cache = None
 
     def _set(
         self,
-        plan: AttentionPlan,
+        qo_indptr: torch.Tensor | int,
+        keys: Mapping[str, torch.Tensor | None],
         options: AttentionOptions,
-        q_data_type: DType,
-        kv_data_type: DType | None,
-        o_data_type: DType | None,
+        dtypes: tuple[DType, DType | None, DType | None],
         *,
-        lengths: QueryLengths,
-        seq_lens: torch.Tensor | None = None,
-        max_sequence_kv: int | None = None,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        head_dim_vo: int | None,
+        page_size: int | None,
+        fixed_split_size: int | None,
+        disable_split_kv: bool,
+        names: ArgumentNames,
+        lengths: Lengths,
         custom_mask: torch.Tensor | None = None,
         packed_custom_mask: torch.Tensor | None = None,
+        max_rows: int | None = None,
     ) -> None:
-        """Check what `plan` was told twice, and take over the new plan. Nothing of the previous one stays."""
-        lengths.check()
-        _check_lens("seq_lens", seq_lens, plan.kv_lens)
-        check_bound("max_sequence_kv", max_sequence_kv, plan.kv_lens)
-        mask, mask_indptr = packed_mask(custom_mask, packed_custom_mask, lengths.qo_indptr, plan.kv_lens)
+        """Make the plan. Nothing of the previous one stays, even if this one is refused."""
+        self._plan = None
+        device = self._device or _device_of(qo_indptr, *keys.values())
+        check_backend(self._backend, device)
+        on_gpu = device.type == "cuda"
+        q_dtype = dtype_of("q_data_type", dtypes[0], Q_DTYPES if on_gpu else FLOAT_DTYPES)
+        kv_dtypes = (q_dtype, *FP8_DTYPES) if on_gpu else FLOAT_DTYPES
+        kv_dtype = q_dtype if dtypes[1] is None else dtype_of("kv_data_type", dtypes[1], kv_dtypes)
+        o_dtype = q_dtype if dtypes[2] is None else dtype_of("o_data_type", dtypes[2])
+        if on_gpu and (self._memory is None or self._memory.device != device):
+            self._memory = PlanMemory(device, self._buffers, self._workspace)
+        plan = AttentionPlan(
+            qo_indptr,
+            num_qo_heads=num_qo_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim_qk=head_dim_qk,
+            head_dim_vo=head_dim_vo,
+            page_size=page_size,
+            causal=options.causal,
+            window_left=options.window_left,
+            fixed_split_size=tokens_of_split(fixed_split_size, page_size or 1),
+            disable_split_kv=disable_split_kv,
+            names=names,
+            device=device,
+            buffers=self._buffers,
+            memory=self._memory,
+            q_len_hint=lengths.q_len_hint,
+            kv_dtype=kv_dtype,
+            **keys,
+        )
+        lengths.check(plan)
+        if max_rows is not None and plan.num_queries is not None:
+            check_bound("max_total_num_rows", max_rows, [plan.num_queries])
+        mask, mask_indptr = packed_mask(custom_mask, packed_custom_mask, plan.arrays, plan.device)
         if self._use_cuda_graph and mask is not None and mask_indptr is not None:
-            mask = copy_to_buffer("custom_mask_buf", self._custom_mask_buf, mask, exact=False)
-            copy_to_buffer("mask_indptr_buf", self._mask_indptr_buf, mask_indptr)
-        self._q_dtype = dtype_of("q_data_type", q_data_type)
-        self._kv_dtype = self._q_dtype if kv_data_type is None else dtype_of("kv_data_type", kv_data_type)
-        self._o_dtype = self._q_dtype if o_data_type is None else dtype_of("o_data_type", o_data_type)
+            mask = Buffer("custom_mask_buf", self._custom_mask_buf, exact=False).fill(mask)
+            Buffer("mask_indptr_buf", self._mask_indptr_buf).fill(mask_indptr)
+            if self._memory is not None:  # the kernels read int64
+                held = self._memory.pool.reserve("mask_indptr", mask_indptr.numel(), torch.int64)
+                mask_indptr = Buffer("mask_indptr", held).fill(mask_indptr)
+        self._q_dtype, self._kv_dtype, self._o_dtype = q_dtype, kv_dtype, o_dtype
+        self._num_qo_heads, self._head_dim_vo = plan.num_qo_heads, plan.head_dim_vo
         self._mask, self._mask_indptr = mask, mask_indptr
         self._options = options
+        self._most_keys = lengths.max_sequence_kv
         self._plan = plan
-        self._alibi, self._rope = self._tables(options)
 
-    def _tables(self, options: AttentionOptions) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        assert self._plan is not None
-        positions = max([*self._plan.kv_lens, self._plan.num_queries, 1])
-        return options.alibi(self._plan.num_qo_heads), options.rope_table(self._plan.head_dim_qk, positions)
+    def _tables(
+        self, options: AttentionOptions, q: torch.Tensor, k: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the slopes of ALIBI, and the rotations of ROPE_LLAMA for as many positions as a request can have."""
+        if options.pos_encoding_mode == "NONE":
+            return None, None
+        plan = self._plan
+        assert plan is not None
+        # What a captured graph reads must do for later plans too.
+        lens = None if self._use_cuda_graph else plan.kv_lens
+        if lens is None:
+            most = min(plan.arrays.capacity, k.shape[0] * (plan.page_size or 1))
+            most = most if self._most_keys is None else min(most, self._most_keys)
+        else:
+            most = max(lens, default=0)
+        alibi = options.alibi(plan.num_qo_heads, plan.device)
+        rope = options.rope_table(plan.head_dim_qk, max(most, q.shape[0], 1), plan.device)
+        if self._use_cuda_graph:
+            self._kept_tables |= {id(table): table for table in (alibi, rope) if table is not None}
+        return alibi, rope
 
     def _execute(
         self,
@@ -162,6 +225,7 @@ class AttentionWrapper:
         q_scale: Scale = None,
         k_scale: Scale = None,
         v_scale: Scale = None,
+        o_scale: Scale = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
@@ -169,27 +233,14 @@ class AttentionWrapper:
         sinks: torch.Tensor | None = None,
         lse_base: str = "log2",
         lse_layout: str = "NH",
-        out_scale: float = 1.0,
         kv_name: str = "paged_kv_cache",
         overrides: dict[str, Any] | None = None,
     ) -> Result:
-        plan = self._plan
-        if plan is None:
-            raise RuntimeError(f"{type(self).__name__}.run: call plan() first")
-        options, alibi, rope = self._options, self._alibi, self._rope
-        if overrides:
-            options = self._options.override(**overrides)
-            alibi, rope = self._tables(options)
-            window_left = options.window_left
-        if not isinstance(q, torch.Tensor) or q.dim() != 3:
-            check_tensor("q", q, ndim=3)
-        if q.dtype != self._q_dtype:
-            raise ValueError(f"q: expected dtype {self._q_dtype}, the q_data_type of plan(), got {q.dtype}")
-        if k.dtype != self._kv_dtype:
-            raise ValueError(f"{kv_name}: expected dtype {self._kv_dtype}, the kv_data_type of plan(), got {k.dtype}")
-        shape = (q.shape[0], plan.num_qo_heads, plan.head_dim_vo)
-        if q.shape[0] != plan.num_queries:
-            raise ValueError(f"q: expected {plan.num_queries} tokens, as planned, got shape {list(q.shape)}")
+        """Allocate results and attend; `overrides` replace options of the plan, as in `AttentionOptions.override`."""
+        check_tensor("q", q, dtypes=None, ndim=3)
+        if self._plan is None:
+            self._complete_plan(q, k, v)
+        shape = (q.shape[0], self._num_qo_heads, self._head_dim_vo)
         if out is None:
             out = torch.empty(shape, dtype=self._o_dtype, device=q.device)
         else:
@@ -204,24 +255,11 @@ class AttentionWrapper:
             else:
                 check_tensor("lse", lse, dtypes=(torch.float32,), shape=lse_shape, writable=True)
             by_token = lse if lse_layout == "NH" else lse.transpose(0, 1)
-        plan.run(
-            q,
-            k,
-            v,
-            out,
-            by_token,
-            sm_scale=options.scale(plan.head_dim_qk, q_scale, k_scale),
-            logits_soft_cap=options.logits_soft_cap,
-            causal=options.causal,
-            window_left=window_left,
-            v_scale=out_scale if v_scale is None else out_scale * scalar("v_scale", v_scale),
-            alibi_slopes=alibi,
-            sinks=sinks,
-            custom_mask=self._mask,
-            mask_indptr=self._mask_indptr,
-            rope_cos_sin=rope,
-            kv_name=kv_name,
-        )
+        scales = (q_scale, k_scale, v_scale, o_scale)
+        if torch.compiler.is_compiling():
+            attention_wrapper_run(self._handle, q, k, v, out, by_token, scales, window_left, sinks, kv_name, overrides)
+        else:
+            self._attend(q, k, v, out, by_token, scales, window_left, sinks, kv_name, overrides)
         if not return_lse:
             return out
         assert lse is not None
@@ -229,17 +267,87 @@ class AttentionWrapper:
             lse.mul_(LN_2)
         return out, lse
 
+    def _complete_plan(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Make the plan that waits for the tensors of its first run."""
+        if self._deferred is None:
+            raise RuntimeError(f"{type(self).__name__}.run: call plan() first")
+        device, self._device = self._device, self._device or q.device
+        try:
+            self._deferred.complete(self, q, k, v)
+        finally:
+            self._device = device
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        scales: tuple[Scale, Scale, Scale, Scale],
+        window_left: int | None,
+        sinks: torch.Tensor | None,
+        kv_name: str,
+        overrides: dict[str, Any] | None,
+    ) -> None:
+        """Run the plan with scales of q, k, v and the output; also the body of the operator in compiled graphs."""
+        plan, options = self._plan, self._options
+        if plan is None:
+            raise RuntimeError(f"{type(self).__name__}.run: call plan() first")
+        if overrides:
+            options = options.override(**overrides)
+            window_left = options.window_left
+        if q.dtype != self._q_dtype:
+            raise ValueError(f"q: expected dtype {self._q_dtype}, the q_data_type of plan(), got {q.dtype}")
+        if k.dtype != self._kv_dtype:
+            raise ValueError(f"{kv_name}: expected dtype {self._kv_dtype}, the kv_data_type of plan(), got {k.dtype}")
+        if plan.num_queries is not None and q.shape[0] != plan.num_queries:
+            raise ValueError(f"q: expected {plan.num_queries} tokens, as planned, got shape {list(q.shape)}")
+        q_factor, gpu_q_scale = split_scale("q_scale", scales[0])
+        k_factor, gpu_k_scale = split_scale("k_scale", scales[1])
+        v_factor, gpu_v_scale = split_scale("v_scale", scales[2])
+        if scales[3] is not None:
+            o_factor, gpu_o_scale = split_scale("o_scale", scales[3])
+            v_factor /= o_factor
+            if gpu_o_scale is not None:
+                gpu_v_scale = (1.0 if gpu_v_scale is None else gpu_v_scale) / gpu_o_scale
+        alibi, rope = self._tables(options, q, k)
+        plan.run(
+            q,
+            k,
+            v,
+            out,
+            lse,
+            sm_scale=options.scale(plan.head_dim_qk) * q_factor * k_factor,
+            logits_soft_cap=options.logits_soft_cap,
+            causal=options.causal,
+            window_left=window_left,
+            v_scale=v_factor,
+            alibi_slopes=alibi,
+            sinks=sinks,
+            custom_mask=self._mask,
+            mask_indptr=self._mask_indptr,
+            rope_cos_sin=rope,
+            gpu_scales=(gpu_q_scale, gpu_k_scale, gpu_v_scale),
+            kv_name=kv_name,
+        )
+
+    def _workspace_bytes(self) -> tuple[int, int]:
+        """Return the bytes of the memory for partial results, and of all else, that the plan takes from a GPU."""
+        return (0, 0) if self._memory is None else self._memory.bytes()
+
 
 class PagedAttentionWrapper(AttentionWrapper):
     """What decode and prefill over a paged KV cache share."""
 
     @property
     def resolved_backend(self) -> str:
-        """The implementation that runs: "cpu"."""
-        return "cpu"
+        """The implementation that runs: "cpu", or "fa2" on a GPU."""
+        device = self._device if self._plan is None else self._plan.device
+        return "cpu" if device is None or device.type == "cpu" else "fa2"
 
     def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
-        """Do nothing: one CPU kernel serves K and V of any strides, and none is compiled."""
+        """Do nothing: one kernel serves K and V of any strides."""
         check_choice("variant", variant, ("independent", "shared"))
 
     def _split(self, paged_kv_cache: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -247,10 +355,10 @@ class PagedAttentionWrapper(AttentionWrapper):
 
 
 def refuse_kernel_options(**options: object) -> None:
-    """Refuse keywords that select CUDA kernels or quantized caches; None and False select nothing."""
+    """Refuse keywords that select kernels or quantized caches of FlashInfer's; None and False select nothing."""
     for name, value in options.items():
         if value is not None and value is not False:
-            refuse(name, value, None, "this version has no such kernel for CPU tensors")
+            refuse(name, value, None, "no kernel of this version has it")
 
 
 def tokens_of_split(fixed_split_size: int | None, page_size: int) -> int | None:
@@ -258,25 +366,6 @@ def tokens_of_split(fixed_split_size: int | None, page_size: int) -> int | None:
     if fixed_split_size is None or fixed_split_size == -1:
         return None
     return check_int("fixed_split_size", fixed_split_size, 1) * page_size
-
-
-def _check_lens(name: str, lens: torch.Tensor | None, planned: list[int]) -> None:
-    """Raise unless lengths given beside a page table agree with it."""
-    if lens is None:
-        return
-    check_tensor(name, lens, dtypes=(torch.int32, torch.int64), ndim=1)
-    if lens.tolist() != planned:
-        raise ValueError(f"{name}: expected {_short(planned)} as in the plan's arrays, got {_short(lens.tolist())}")
-
-
-def check_bound(name: str, bound: int | None, lens: list[int]) -> None:
-    """Raise unless an upper bound given beside the lengths holds."""
-    if bound is not None and lens and max(lens) > check_int(name, bound, 0):
-        raise ValueError(f"{name}: expected at least {max(lens)}, the longest request's, got {bound}")
-
-
-def _short(values: list[int]) -> str:
-    return str(values) if len(values) <= 8 else f"[{', '.join(map(str, values[:8]))}, ...]"
 
 
 def positional(args: tuple[Any, ...]) -> None:
@@ -287,25 +376,6 @@ def positional(args: tuple[Any, ...]) -> None:
         )
 
 
-def copy_to_buffer(name: str, buffer: torch.Tensor | None, values: torch.Tensor, exact: bool = True) -> torch.Tensor:
-    """Copy planned values into the caller's fixed buffer and return the part in use.
-
-    Parameters
-    ----------
-    name
-        The buffer's name.
-    buffer
-        The buffer given at construction; ``None`` raises.
-    values
-        What was planned.
-    exact
-        Whether the buffer must have exactly as many elements.
-    """
-    if buffer is None:
-        raise ValueError(f"{name}: expected a tensor, since use_cuda_graph is set, got None")
-    size = values.numel()
-    if buffer.numel() < size or (exact and buffer.numel() != size):
-        what = f"{size} elements" if exact else f"at least {size} elements"
-        raise ValueError(f"{name}: expected {what}, got {buffer.numel()}; the batch is fixed with use_cuda_graph")
-    buffer[:size].copy_(values)
-    return buffer[:size]
+def _device_of(*arrays: torch.Tensor | int | None) -> torch.device:
+    on_gpu = (t.device for t in arrays if isinstance(t, torch.Tensor) and not t.is_cpu)
+    return next(on_gpu, torch.device("cpu"))

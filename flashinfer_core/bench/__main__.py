@@ -4,7 +4,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-BENCHMARKS = ("cpu", "serve")
+BENCHMARKS = ("attention", "ops", "host", "cpu", "serve")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

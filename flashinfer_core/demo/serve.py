@@ -2,8 +2,9 @@
 
 from contextlib import ExitStack, suppress
 
+from flashinfer_core._folders import cache_folder
 from flashinfer_core.demo.console import console, step
-from flashinfer_core.demo.model import MODEL_NAME, cache_folder, prepare_model
+from flashinfer_core.demo.model import MODEL_NAME, prepare_model
 from flashinfer_core.demo.server import HOST, Server
 
 SETTINGS = ("--max-model-len", "2048")

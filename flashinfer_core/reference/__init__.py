@@ -13,6 +13,7 @@ from flashinfer_core.reference.page import (
     append_paged_kv_cache,
     get_batch_indices_positions,
     get_seq_lens,
+    stored,
     write_kv_slots,
 )
 from flashinfer_core.reference.quantization import packbits, segment_packbits
@@ -48,5 +49,6 @@ __all__ = [
     "rotate",
     "segment_packbits",
     "silu_and_mul",
+    "stored",
     "write_kv_slots",
 ]

@@ -31,8 +31,8 @@ def attention(
     q, k, v = q.float(), k.float(), v.float()
     qo_len, num_qo_heads, head_dim = q.shape
     kv_len, num_kv_heads, _ = k.shape
-    query_at = torch.arange(qo_len)[:, None] + kv_len - qo_len
-    key_at = torch.arange(kv_len)[None, :]
+    query_at = torch.arange(qo_len, device=q.device)[:, None] + kv_len - qo_len
+    key_at = torch.arange(kv_len, device=q.device)[None, :]
     if rope_scale_theta is not None:
         frequencies = rope_frequencies(head_dim, *rope_scale_theta)
         q, k = apply_rope(q, query_at[:, 0], frequencies), apply_rope(k, key_at[0], frequencies)
@@ -45,7 +45,7 @@ def attention(
     if alibi_slopes is not None:
         logits = logits + alibi_slopes.float()[:, None, None] * (key_at - query_at)
 
-    visible = torch.ones(qo_len, kv_len, dtype=torch.bool)
+    visible = torch.ones(qo_len, kv_len, dtype=torch.bool, device=q.device)
     if causal:
         visible &= key_at <= query_at
     if window_left >= 0:

@@ -45,7 +45,7 @@ def positions_of(indptr: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
 
 def cos_sin_cache(positions: int, frequencies: torch.Tensor) -> torch.Tensor:
     """Return the table ``[positions, rotary_dim]`` of cosines, then sines."""
-    angles = torch.arange(positions).float()[:, None] * frequencies
+    angles = torch.arange(positions, device=frequencies.device).float()[:, None] * frequencies
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
 
@@ -67,5 +67,5 @@ def apply_rope(
     x: torch.Tensor, positions: torch.Tensor, frequencies: torch.Tensor, interleave: bool = False
 ) -> torch.Tensor:
     """Rotate ``[tokens, heads, dim]`` by ``positions * frequencies``."""
-    angles = positions.float()[:, None] * frequencies
+    angles = positions.to(x.device).float()[:, None] * frequencies.to(x.device)
     return rotate(x, angles.cos(), angles.sin(), interleave)

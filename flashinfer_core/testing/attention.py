@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, cast
 
@@ -15,6 +15,7 @@ from flashinfer_core.testing.tensors import embed, poisoned, poisoned_memory
 # Rounding of the weights and of the output to 16 bits, on values of about 1; float32 is for the order of summation.
 Pair = tuple[torch.Tensor, torch.Tensor]
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+LSE_TOLERANCE = 2e-5  # the log-sum-exp never passes through 16 bits
 
 
 class PageTable(NamedTuple):
@@ -27,7 +28,11 @@ class PageTable(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """A batch of requests, each (qo_len, kv_len)."""
+    """A batch of requests, each (qo_len, kv_len).
+
+    `q`, `cache`, `sink_logits` and masks are made for `device`; the lengths and page tables are in host memory, and go
+    to the wrappers as `arrays` says. The reference is computed on the CPU.
+    """
 
     lens: tuple[tuple[int, int], ...]
     num_qo_heads: int = 4
@@ -48,6 +53,19 @@ class AttentionCase:
     sm_scale: float | None = None
     plan_options: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
+    kv_dtype: torch.dtype | None = None  # of the cache, if not that of q
+    device: str = "cpu"
+    arrays: str = "host"  # where index arrays are given to a GPU's wrappers: "host", "device", or "mixed"
+
+    def on(self, device: str) -> AttentionCase:
+        """Return the case for a device, on a GPU with float16 in place of float32, which has no kernel there."""
+        half = device != "cpu" and self.dtype == torch.float32
+        return replace(self, device=device, dtype=torch.float16 if half else self.dtype)
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Dtype of K and V."""
+        return self.dtype if self.kv_dtype is None else self.kv_dtype
 
     @property
     def dim_vo(self) -> int:
@@ -72,16 +90,16 @@ class AttentionCase:
     def q(self) -> torch.Tensor:
         """Queries of all requests."""
         q = torch.randn(int(self.qo_indptr[-1]), self.num_qo_heads, self.head_dim_qk, generator=self._random(0))
-        return embed(q.to(self.dtype), self.gap, self.gap).view
+        return embed(q.to(self.dtype), self.gap, self.gap).to(self.device).view
 
     @cached_property
     def kv(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values of each request, ``[kv_len, heads, dim]``."""
+        """Keys and values of each request, ``[kv_len, heads, dim]``, on the CPU."""
         generator = self._random(1)
         return [
             (
-                torch.randn(kv, self.num_kv_heads, self.head_dim_qk, generator=generator).to(self.dtype),
-                torch.randn(kv, self.num_kv_heads, self.dim_vo, generator=generator).to(self.dtype),
+                torch.randn(kv, self.num_kv_heads, self.head_dim_qk, generator=generator).to(self.cache_dtype),
+                torch.randn(kv, self.num_kv_heads, self.dim_vo, generator=generator).to(self.cache_dtype),
             )
             for _, kv in self.lens
         ]
@@ -98,7 +116,8 @@ class AttentionCase:
     @cached_property
     def sink_logits(self) -> torch.Tensor | None:
         """Sinks, if the case has them."""
-        return torch.randn(self.num_qo_heads, generator=self._random(3)) if self.sinks else None
+        sinks = torch.randn(self.num_qo_heads, generator=self._random(3))
+        return sinks.to(self.device) if self.sinks else None
 
     @cached_property
     def paged(self) -> PageTable:
@@ -114,26 +133,33 @@ class AttentionCase:
         """The paged cache in the case's layout, poison in every slot that no request owns."""
         pages, heads, size = int(self.paged.indptr[-1]) + 3, self.num_kv_heads, self.page_size
         order = (0, 1, 2, 3) if self.kv_layout == "NHD" else (0, 2, 1, 3)  # of the dimensions in memory
+        dims, dtype = (self.head_dim_qk, self.dim_vo), self.cache_dtype
         if self.packed_kv:
-            both = embed(poisoned((pages, size, heads, self.head_dim_qk + self.dim_vo), self.dtype), self.gap, 1, order)
-            k, v = both.view.tensor_split((self.head_dim_qk,), dim=-1)
+            made = [embed(poisoned((pages, size, heads, sum(dims)), dtype), self.gap, 1, order)]
         else:
-            k = embed(poisoned((pages, size, heads, self.head_dim_qk), self.dtype), self.gap, 1, order).view
-            v = embed(poisoned((pages, size, heads, self.dim_vo), self.dtype), 2 * self.gap, 3, order).view
+            made = [
+                embed(poisoned((pages, size, heads, dim), dtype), (i + 1) * self.gap, 2 * i + 1, order)
+                for i, dim in enumerate(dims)
+            ]
+        k, v = self._k_and_v([t.view for t in made])
         for r, (keys, values) in enumerate(self.kv):
             begin, end = self.paged.indptr[r : r + 2].tolist()
             for i, page in enumerate(self.paged.indices[begin:end].tolist()):
                 part = slice(i * size, min((i + 1) * size, len(keys)))
                 k[page, : part.stop - part.start] = keys[part]
                 v[page, : part.stop - part.start] = values[part]
+        k, v = self._k_and_v([t.to(self.device).view for t in made])
         return (k, v) if self.kv_layout == "NHD" else (k.transpose(1, 2), v.transpose(1, 2))
+
+    def _k_and_v(self, made: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        return made[0].tensor_split((self.head_dim_qk,), dim=-1) if self.packed_kv else tuple(made)
 
     def expected(self) -> Pair:
         """Return the reference's output and log-sum-exp of all rows."""
         slopes = reference.alibi_slopes(self.num_qo_heads) if self.pos_encoding_mode == "ALIBI" else None
         pieces = [
             reference.attention(
-                self.q[self.qo_indptr[r] : self.qo_indptr[r + 1]],
+                self.q[self.qo_indptr[r] : self.qo_indptr[r + 1]].cpu(),
                 k,
                 v,
                 causal=self.causal and not self.custom_mask,
@@ -141,7 +167,7 @@ class AttentionCase:
                 sm_scale=self.sm_scale,
                 logits_soft_cap=self.logits_soft_cap,
                 alibi_slopes=slopes,
-                sinks=self.sink_logits,
+                sinks=None if self.sink_logits is None else self.sink_logits.cpu(),
                 custom_mask=self.masks[r] if self.custom_mask else None,
                 rope_scale_theta=(1.0, 1e4) if self.pos_encoding_mode == "ROPE_LLAMA" else None,
             )
@@ -163,36 +189,46 @@ class AttentionCase:
             "sm_scale": self.sm_scale,
             "pos_encoding_mode": self.pos_encoding_mode,
             "q_data_type": self.dtype,
-            "custom_mask": self._flat_masks() if self.custom_mask else None,
+            "kv_data_type": self.cache_dtype,
+            "custom_mask": self.flat_masks if self.custom_mask else None,
             "head_dim_vo": self.dim_vo,
             **self.plan_options,
         }
 
-    def _flat_masks(self) -> torch.Tensor:
-        return torch.cat([torch.empty(0, dtype=torch.bool), *(mask.flatten() for mask in self.masks)])
+    @cached_property
+    def flat_masks(self) -> torch.Tensor:
+        """The masks of all requests as the wrappers take them."""
+        flat = torch.cat([torch.empty(0, dtype=torch.bool), *(mask.flatten() for mask in self.masks)])
+        return flat.to(self.device)
 
-    def run_paged(self) -> Pair:
-        """Run the paged prefill wrapper."""
-        wrapper = flashinfer_core.BatchPrefillWithPagedKVCacheWrapper(workspace(), self.kv_layout)
+    @cached_property
+    def placed(self) -> tuple[torch.Tensor, torch.Tensor, PageTable]:
+        """`qo_indptr`, `kv_indptr` and `paged` where they go to a wrapper; mixed: lengths of queries on the host."""
+        table, lengths = ("cpu", "cpu") if self.arrays == "host" else (self.device, self.device)
+        if self.arrays == "mixed":
+            lengths = "cpu"
+        paged = PageTable(self.paged.indptr.to(lengths), *(t.to(table) for t in self.paged[1:]))
+        return self.qo_indptr.to(lengths), self.kv_indptr.to(table), paged
+
+    def plan_paged(self, wrapper: flashinfer_core.BatchPrefillWithPagedKVCacheWrapper) -> None:
+        """Plan the case with a paged prefill wrapper."""
+        qo_indptr, _, paged = self.placed
         wrapper.plan(
-            self.qo_indptr,
-            *self.paged,
+            qo_indptr,
+            *paged,
             self.num_qo_heads,
             self.num_kv_heads,
             self.head_dim_qk,
             self.page_size,
             **self.options(),
         )
-        with poisoned_memory():
-            return cast(Pair, wrapper.run(self.q, self.cache, sinks=self.sink_logits, return_lse=True))
 
-    def run_decode(self) -> Pair:
-        """Run the decode wrapper; every request must have the same qo_len."""
+    def plan_decode(self, wrapper: flashinfer_core.BatchDecodeWithPagedKVCacheWrapper) -> None:
+        """Plan the case with a decode wrapper; every request must have the same qo_len."""
         options = self.options()
         del options["causal"], options["custom_mask"], options["head_dim_vo"]
-        wrapper = flashinfer_core.BatchDecodeWithPagedKVCacheWrapper(workspace(), self.kv_layout)
         wrapper.plan(
-            *self.paged,
+            *self.placed[2],
             self.num_qo_heads,
             self.num_kv_heads,
             self.head_dim_qk,
@@ -200,47 +236,79 @@ class AttentionCase:
             q_len_per_req=self.lens[0][0] if self.lens else 1,
             **options,
         )
-        with poisoned_memory():
-            return cast(Pair, wrapper.run(self.q, self.cache, sinks=self.sink_logits, return_lse=True))
 
-    def run_ragged(self) -> Pair:
-        """Run the ragged prefill wrapper; it takes no sinks."""
-        wrapper = flashinfer_core.BatchPrefillWithRaggedKVCacheWrapper(workspace(), self.kv_layout)
+    def plan_ragged(self, wrapper: flashinfer_core.BatchPrefillWithRaggedKVCacheWrapper) -> None:
+        """Plan the case with a ragged prefill wrapper."""
+        qo_indptr, kv_indptr, _ = self.placed
         wrapper.plan(
-            self.qo_indptr, self.kv_indptr, self.num_qo_heads, self.num_kv_heads, self.head_dim_qk, **self.options()
+            qo_indptr,
+            kv_indptr,
+            self.num_qo_heads,
+            self.num_kv_heads,
+            self.head_dim_qk,
+            **self.options(),
         )
+
+    @cached_property
+    def ragged(self) -> tuple[torch.Tensor, ...]:
+        """K and V of all requests, without padding, in the case's layout."""
         order = (0, 1, 2) if self.kv_layout == "NHD" else (1, 0, 2)
         k, v = (
-            embed(
-                torch.cat([torch.empty(0, self.num_kv_heads, dim, dtype=self.dtype), *parts]), self.gap, 2, order
-            ).view
+            embed(torch.cat([torch.empty(0, self.num_kv_heads, dim).to(self.cache_dtype), *parts]), self.gap, 2, order)
+            .to(self.device)
+            .view
             for dim, parts in (
                 (self.head_dim_qk, [k for k, _ in self.kv]),
                 (self.dim_vo, [v for _, v in self.kv]),
             )
         )
-        if self.kv_layout == "HND":
-            k, v = k.transpose(0, 1), v.transpose(0, 1)
+        return (k, v) if self.kv_layout == "NHD" else (k.transpose(0, 1), v.transpose(0, 1))
+
+    def run_paged(self) -> Pair:
+        """Run the paged prefill wrapper."""
+        wrapper = flashinfer_core.BatchPrefillWithPagedKVCacheWrapper(workspace(self.device), self.kv_layout)
+        self.plan_paged(wrapper)
         with poisoned_memory():
-            return cast(Pair, wrapper.run(self.q, k, v, return_lse=True))
+            return cast(Pair, wrapper.run(self.q, self.cache, sinks=self.sink_logits, return_lse=True))
+
+    def run_decode(self) -> Pair:
+        """Run the decode wrapper; every request must have the same qo_len."""
+        wrapper = flashinfer_core.BatchDecodeWithPagedKVCacheWrapper(workspace(self.device), self.kv_layout)
+        self.plan_decode(wrapper)
+        with poisoned_memory():
+            return cast(Pair, wrapper.run(self.q, self.cache, sinks=self.sink_logits, return_lse=True))
+
+    def run_ragged(self) -> Pair:
+        """Run the ragged prefill wrapper; it takes no sinks."""
+        wrapper = flashinfer_core.BatchPrefillWithRaggedKVCacheWrapper(workspace(self.device), self.kv_layout)
+        self.plan_ragged(wrapper)
+        with poisoned_memory():
+            return cast(Pair, wrapper.run(self.q, *self.ragged, return_lse=True))
 
     def check(self, *forms: str) -> None:
         """Compare each form ("paged", "decode", "ragged") with the reference."""
         expected = self.expected()
         for form in forms:
-            assert_attention_close(getattr(self, f"run_{form}")(), expected, self.dtype)
+            self.compare(getattr(self, f"run_{form}")(), expected)
+
+    def compare(self, actual: Pair, expected: Pair | None = None) -> None:
+        """Compare a result with the reference's."""
+        # A GPU rounds the rotated q and k to 16 bits before their product.
+        rounded = self.device != "cpu" and self.pos_encoding_mode == "ROPE_LLAMA"
+        expected = self.expected() if expected is None else expected
+        assert_attention_close(actual, expected, self.dtype, TOLERANCE[self.dtype] if rounded else LSE_TOLERANCE)
 
 
-def workspace() -> torch.Tensor:
-    """Return a workspace buffer; the CPU kernels use none of it."""
-    return torch.empty(0, dtype=torch.uint8)
+def workspace(device: str = "cpu") -> torch.Tensor:
+    """Return a workspace buffer of a device; it holds nothing, so wrappers for a GPU allocate what they need."""
+    return torch.empty(0, dtype=torch.uint8, device=device)
 
 
 def assert_attention_close(
-    actual: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype
+    actual: Pair, expected: Pair, dtype: torch.dtype, lse_tolerance: float = LSE_TOLERANCE
 ) -> None:
     """Compare output and log-sum-exp; infinities and NaN must agree."""
     tolerance = TOLERANCE[dtype]
-    torch.testing.assert_close(actual[0].float(), expected[0], rtol=tolerance, atol=tolerance, equal_nan=True)
-    # The log-sum-exp never passes through 16 bits.
-    torch.testing.assert_close(actual[1], expected[1], rtol=2e-5, atol=2e-5, equal_nan=True)
+    out, lse = (t.to(like.device) for t, like in zip(actual, expected, strict=True))
+    torch.testing.assert_close(out.float(), expected[0], rtol=tolerance, atol=tolerance, equal_nan=True)
+    torch.testing.assert_close(lse, expected[1], rtol=lse_tolerance, atol=lse_tolerance, equal_nan=True)

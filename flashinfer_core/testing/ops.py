@@ -179,6 +179,8 @@ class AppendCase:
     kv_layout: str = "NHD"
     fused: bool = False  # one 5-D tensor
     slots: bool = False
+    scales: tuple[float, float] = (1.0, 1.0)  # of an FP8 cache, with slots
+    scale_tensors: bool = False
     padding: int = 0  # tokens at the end that are not to be written
     gap: int = 0
     seed: int = 0
@@ -207,10 +209,12 @@ class AppendCase:
         caches = self._caches(generator, num_pages, device)
         views = [cache.view for cache in caches] if not self.fused else [caches[0].view[:, 0], caches[0].view[:, 1]]
         nhd = views if self.kv_layout == "NHD" else [view.transpose(1, 2) for view in views]
-        expected = [view.clone() for view in nhd]
-        reference.append_paged_kv_cache(
-            key, value, batch_indices, positions, expected[0], expected[1], kv_indices, kv_indptr
-        )
+        expected = [view.cpu() for view in nhd]
+        stored = [
+            reference.stored(x.cpu(), cache.dtype, scale)
+            for x, cache, scale in zip((key, value), expected, self.scales, strict=True)
+        ]
+        reference.append_paged_kv_cache(*stored, batch_indices, positions, *expected, kv_indices, kv_indptr)
 
         def index(t: torch.Tensor) -> torch.Tensor:
             return t.to(self.index_dtype).to(device)
@@ -220,7 +224,10 @@ class AppendCase:
                 (kv_indptr[batch_indices.clamp(min=0).long()] + positions // self.page_size).clamp(max=num_pages - 1)
             ]
             slot_mapping = torch.where(batch_indices < 0, -1, page_of * self.page_size + positions % self.page_size)
-            page.write_kv_slots(key, value, nhd[0], nhd[1], index(slot_mapping))
+            scales: list[float | torch.Tensor] = [*self.scales]
+            if self.scale_tensors:
+                scales = [torch.full((1,), scale, device=device) for scale in self.scales]
+            page.write_kv_slots(key, value, nhd[0], nhd[1], index(slot_mapping), *scales)
         else:
             cache = caches[0].view if self.fused else (views[0], views[1])
             page.append_paged_kv_cache(
@@ -228,7 +235,7 @@ class AppendCase:
                 index(last), self.kv_layout,
             )  # fmt: skip
         for got, want in zip(nhd, expected, strict=True):
-            assert torch.equal(_bytes(got), _bytes(want))
+            assert torch.equal(_bytes(got).cpu(), _bytes(want))
         for embedded in caches:
             embedded.assert_intact()
 

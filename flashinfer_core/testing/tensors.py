@@ -47,6 +47,11 @@ class Embedded:
     view: torch.Tensor
     buffer: torch.Tensor
 
+    def to(self, device: str) -> Embedded:
+        """Return the same on another device, poison and strides included."""
+        buffer, view = self.buffer.to(device), self.view
+        return Embedded(buffer.as_strided(view.shape, view.stride(), view.storage_offset()), buffer)
+
     def assert_intact(self) -> None:
         """Assert that everything around the tensor still is poison."""
         outside = self.buffer.clone()

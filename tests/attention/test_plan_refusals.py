@@ -15,6 +15,26 @@ from flashinfer_core.testing import AttentionCase, workspace
 CASE = AttentionCase(((3, 30), (2, 7)), num_qo_heads=4, num_kv_heads=2, head_dim_qk=64, page_size=16)
 
 
+# On a GPU, which has no float32 kernel, each dtype stands for the one before it: what is wrong stays wrong.
+ON_GPU = {torch.float32: torch.float16, torch.float16: torch.bfloat16}
+
+
+def on(device: str, value: Any) -> Any:
+    """Return a value, or all in a dictionary or tuple, for a device. Index arrays stay in host memory."""
+    if device == "cpu":
+        return value
+    if isinstance(value, dict):
+        return {name: on(device, item) for name, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(on(device, item) for item in value)
+    if isinstance(value, torch.dtype):
+        return ON_GPU.get(value, value)
+    if not isinstance(value, torch.Tensor) or value.is_meta or value.dtype in (torch.int32, torch.int64):
+        return value
+    there = torch.empty_strided(value.shape, value.stride(), dtype=on(device, value.dtype), device=device)
+    return there if 0 in value.stride() else there.copy_(value)
+
+
 def ints(*values: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.tensor(values, dtype=dtype)
 
@@ -127,17 +147,19 @@ PLAN_BAD = {
     [(kind, *bad, bad[0]) for kind in WRAPPERS for bad in COMMON_BAD]
     + [(kind, *bad[:3], bad[3] if len(bad) > 3 else bad[0]) for kind, bads in PLAN_BAD.items() for bad in bads],
 )
-def test_plan(kind: str, name: str, value: Any, error: type[Exception], said: str) -> None:
+def test_plan(kind: str, name: str, value: Any, error: type[Exception], said: str, device: str) -> None:
+    if device != "cpu" and (name, value) == ("kv_data_type", torch.float8_e4m3fn):
+        pytest.skip("a GPU reads FP8 caches")
     wrapper, good = WRAPPERS[kind]
-    wrapper(workspace()).plan(**good)
+    wrapper(workspace(device)).plan(**on(device, good))
     with pytest.raises(error, match=rf"^{said}(:|=)"):
-        wrapper(workspace()).plan(**good | {name: value})
+        wrapper(workspace(device)).plan(**on(device, good | {name: value}))
 
 
 @pytest.mark.parametrize(
     ("name", "value", "error"),
     [
-        ("float_workspace_buffer", None, TypeError),
+        ("float_workspace_buffer", 1024, TypeError),
         ("kv_layout", "DHN", ValueError),
         ("backend", "cudnn", ValueError),
         ("backend", "fa3", NotImplementedError),
@@ -146,9 +168,21 @@ def test_plan(kind: str, name: str, value: Any, error: type[Exception], said: st
     ],
 )
 @pytest.mark.parametrize("kind", WRAPPERS)
-def test_construction(kind: str, name: str, value: Any, error: type[Exception]) -> None:
+def test_construction(kind: str, name: str, value: Any, error: type[Exception], device: str) -> None:
     with pytest.raises(error, match=rf"^{name}(:|=)"):
-        WRAPPERS[kind][0](**{"float_workspace_buffer": workspace(), name: value})
+        WRAPPERS[kind][0](**{"float_workspace_buffer": workspace(device), name: value})
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_backends(kind: str, device: str) -> None:
+    make = WRAPPERS[kind][0]
+    if device == "cpu":
+        with pytest.raises(NotImplementedError, match=r"^backend="):
+            make(workspace(), backend="fa2")
+    else:
+        make(workspace(device), backend="fa2").plan(**on(device, WRAPPERS[kind][1]))
+    if kind != "ragged":
+        assert make(workspace(device)).resolved_backend == ("cpu" if device == "cpu" else "fa2")
 
 
 K, V = CASE.cache
@@ -199,18 +233,22 @@ PREFILL_RUN_BAD = [
     [(kind, *bad) for kind in ("prefill", "decode") for bad in RUN_BAD]
     + [("prefill", *bad) for bad in PREFILL_RUN_BAD],
 )
-def test_run(kind: str, name: str, value: Any, error: type[Exception]) -> None:
+def test_run(kind: str, name: str, value: Any, error: type[Exception], device: str) -> None:
     make, plan = WRAPPERS[kind]
-    wrapper = make(workspace())
-    q = CASE.q if kind == "prefill" else CASE.q[:2]
+    wrapper = make(workspace(device))
+    q, cache = on(device, CASE.q if kind == "prefill" else CASE.q[:2]), on(device, CASE.cache)
     with pytest.raises(RuntimeError, match="plan"):
-        wrapper.run(q, CASE.cache)
-    wrapper.plan(**plan)
-    wrapper.run(q, CASE.cache)
+        wrapper.run(q, cache)
+    wrapper.plan(**on(device, plan))
+    wrapper.run(q, cache)
     if kind == "decode" and isinstance(value, torch.Tensor) and name in ("q", "out", "lse") and value.dim() > 1:
         value = value[: len(value) - 3]
+    if name not in ("lse", "sinks"):
+        value = on(device, value)
+    elif isinstance(value, torch.Tensor):
+        value = value.to(device)
     with pytest.raises(error, match=rf"^{name}[^:=]*(:|=)"):
-        wrapper.run(**{"q": q, "paged_kv_cache": CASE.cache, "return_lse": True, name: value})
+        wrapper.run(**{"q": q, "paged_kv_cache": cache, "return_lse": True, name: value})
 
 
 SINGLE: dict[str, Any] = {"q": CASE.q[:3], "k": CASE.kv[0][0], "v": CASE.kv[0][1]}
@@ -239,17 +277,20 @@ SINGLE: dict[str, Any] = {"q": CASE.q[:3], "k": CASE.kv[0][0], "v": CASE.kv[0][1
         ("backend", "fa2", NotImplementedError, "backend"),
     ],
 )
-def test_single(name: str, value: Any, error: type[Exception], said: str) -> None:
+def test_single(name: str, value: Any, error: type[Exception], said: str, device: str) -> None:
+    if device != "cpu" and (name, value) == ("backend", "fa2"):
+        pytest.skip("a GPU's kernel")
     with pytest.raises(error, match=rf"^{said}(:|=)"):
-        flashinfer_core.single_prefill_with_kv_cache(**SINGLE | {name: value})
+        flashinfer_core.single_prefill_with_kv_cache(**on(device, SINGLE | {name: value}))
 
 
-def test_threads_may_run_one_plan_on_tensors_of_different_layouts() -> None:
+def test_threads_may_run_one_plan_on_tensors_of_different_layouts(device: str) -> None:
     make, plan = WRAPPERS["prefill"]
-    wrapper = make(workspace())
-    wrapper.plan(**plan)
-    caches = [CASE.cache, tuple(t.transpose(1, 2).contiguous().transpose(1, 2) for t in CASE.cache)]
-    expected = wrapper.run(CASE.q, CASE.cache)
+    wrapper = make(workspace(device))
+    wrapper.plan(**on(device, plan))
+    q, cache = on(device, CASE.q), on(device, CASE.cache)
+    caches = [cache, tuple(t.transpose(1, 2).contiguous().transpose(1, 2) for t in cache)]
+    expected = wrapper.run(q, cache)
     with ThreadPoolExecutor(4) as pool:
-        for result in pool.map(lambda i: wrapper.run(CASE.q, caches[i % 2]), range(2000)):
+        for result in pool.map(lambda i: wrapper.run(q, caches[i % 2]), range(2000)):
             assert torch.equal(result, expected)

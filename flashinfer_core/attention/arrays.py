@@ -1,0 +1,203 @@
+"""The arrays that describe a batch: checked for shape and dtype, and in the one form that native code takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from flashinfer_core._checks import check_tensor
+
+NativeBatch = tuple[int, int, int, int, int, int, int, int, int, int]
+_INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class ArgumentNames:
+    """What a public function calls the arrays that it hands on, for error messages."""
+
+    qo_indptr: str = "qo_indptr"
+    kv_indptr: str = "kv_indptr"
+    kv_indices: str = "kv_indices"
+    kv_last_page_len: str = "kv_last_page_len"
+    kv_lens: str = "kv_lens"
+    block_table: str = "block_table"
+
+    def as_tuple(self) -> tuple[str, str, str, str, str, str]:
+        """Return the names in the order of native code."""
+        return (
+            self.qo_indptr,
+            self.kv_indptr,
+            self.kv_indices,
+            self.kv_last_page_len,
+            self.kv_lens,
+            self.block_table,
+        )
+
+
+DEFAULT_NAMES = ArgumentNames()
+
+
+class Buffer(NamedTuple):
+    """A tensor of the caller's that holds an array of each plan in turn, so that captured CUDA graphs find it there."""
+
+    name: str
+    tensor: torch.Tensor | None
+    exact: bool = True  # whether it must have exactly as many elements as the array
+
+    def fill(self, values: torch.Tensor) -> torch.Tensor:
+        """Copy an array into the buffer and return the part in use; values for a GPU lie there or in pinned memory."""
+        if self.tensor is None:
+            raise ValueError(f"{self.name}: expected a tensor, since use_cuda_graph is set, got None")
+        size, space = values.numel(), self.tensor.numel()
+        if space < size or (self.exact and space != size):
+            what = f"{size} elements" if self.exact else f"at least {size} elements"
+            raise ValueError(f"{self.name}: expected {what}, got {space}; the batch is fixed with use_cuda_graph")
+        part = self.tensor[:size]
+        if part.data_ptr() != values.data_ptr():
+            part.copy_(values, non_blocking=True)
+        return part
+
+
+@dataclass(frozen=True)
+class BatchArrays:
+    """Where the query rows and the keys of each request are, see `AttentionPlan`."""
+
+    num_requests: int
+    qo_indptr: torch.Tensor | None  # None: every request has `q_len` query rows
+    q_len: int
+    page_size: int  # 0: no pages
+    table: torch.Tensor | None
+    table_size: int  # entries in all, of a dense table those of a row
+    row_stride: int
+    kv_indptr: torch.Tensor | None
+    kv_last_page_len: torch.Tensor | None
+    kv_lens: torch.Tensor | None
+
+    @staticmethod
+    def check(
+        names: ArgumentNames,
+        qo_indptr: torch.Tensor | int,
+        kv_lens: torch.Tensor | None,
+        page_size: int | None,
+        block_table: torch.Tensor | None,
+        kv_indptr: torch.Tensor | None,
+        kv_indices: torch.Tensor | None,
+        kv_last_page_len: torch.Tensor | None,
+    ) -> BatchArrays:
+        """Check the arguments of `AttentionPlan`, whose values are native code's to check."""
+        if isinstance(qo_indptr, int):
+            sized = (names.kv_lens, kv_lens) if kv_indptr is None else (names.kv_indptr, kv_indptr)
+        else:
+            sized = (names.qo_indptr, qo_indptr)
+        name, array = sized
+        _check_index(name, array)
+        assert array is not None
+        num_requests = array.numel() - (array is not kv_lens)
+        if num_requests < 0:
+            raise ValueError(f"{name}: expected at least one entry, got none")
+        if kv_lens is not None:
+            _check_index(names.kv_lens, kv_lens, num_requests)
+        table, table_size, row_stride = None, _INT32_MAX, 0
+        if block_table is not None:
+            _check_index(names.block_table, block_table, num_requests, None)
+            table, table_size, row_stride = block_table, block_table.shape[1], block_table.stride(0)
+            kv_indptr = kv_last_page_len = None
+        elif kv_indptr is not None:
+            _check_index(names.kv_indptr, kv_indptr, num_requests + 1)
+            if page_size is not None:
+                _check_index(names.kv_indices, kv_indices, None)
+                assert kv_indices is not None
+                table, table_size = kv_indices, kv_indices.numel()
+                if kv_lens is None:
+                    _check_index(names.kv_last_page_len, kv_last_page_len, num_requests)
+        elif page_size is not None or num_requests != 1:
+            raise ValueError(f"{names.kv_indptr}: expected where each request's keys begin, got None")
+        q_len = qo_indptr if isinstance(qo_indptr, int) else 0
+        rows = None if isinstance(qo_indptr, int) else qo_indptr
+        return BatchArrays(
+            num_requests,
+            rows,
+            q_len,
+            page_size or 0,
+            table,
+            table_size,
+            row_stride,
+            kv_indptr,
+            kv_last_page_len,
+            kv_lens,
+        )
+
+    def device(self, names: ArgumentNames, wanted: torch.device | None) -> torch.device:
+        """Return where to plan: as wanted, else on the GPU that has one of the arrays, else on the CPU.
+
+        Raises `ValueError` for an array that is neither there nor, for a plan on a GPU, in host memory.
+        """
+        arrays = self.tensors()
+        on_gpu = (t.device for t in arrays.values() if not t.is_cpu)
+        device = next(on_gpu, torch.device("cpu")) if wanted is None else wanted
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        for member, t in arrays.items():
+            if not t.is_cpu and t.device != device:
+                name = getattr(names, member)
+                raise ValueError(f"{name}: expected a tensor on {device}, where the plan is, got one on {t.device}")
+        return device
+
+    @property
+    def capacity(self) -> int:
+        """Keys that a request has at most, by the size of the page table."""
+        return min(self.table_size * max(self.page_size, 1), _INT32_MAX)
+
+    @property
+    def table_name(self) -> str:
+        """The member of `ArgumentNames` that names the page table."""
+        return "block_table" if self.kv_indptr is None else "kv_indices"
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the arrays that there are, by the members of `ArgumentNames`."""
+        arrays = {
+            "qo_indptr": self.qo_indptr,
+            self.table_name: self.table,
+            "kv_indptr": self.kv_indptr,
+            "kv_last_page_len": self.kv_last_page_len,
+            "kv_lens": self.kv_lens,
+        }
+        return {member: array for member, array in arrays.items() if array is not None}
+
+    def moved(self, arrays: Mapping[str, torch.Tensor]) -> BatchArrays:
+        """Return the same batch with copies of some of `tensors`; the copy of a dense table has no gaps."""
+        fields: dict[str, Any] = {
+            "table" if member in ("block_table", "kv_indices") else member: t for member, t in arrays.items()
+        }
+        moved = replace(self, **fields)
+        return replace(moved, row_stride=self.table_size) if "block_table" in arrays else moved
+
+    def in_buffers(self, buffers: Mapping[str, Buffer]) -> BatchArrays:
+        """Return the batch with its arrays copied into those buffers that there are."""
+        return self.moved({name: buffers[name].fill(t) for name, t in self.tensors().items() if name in buffers})
+
+    def native(self, address: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr) -> NativeBatch:
+        """Return the members of BatchArrays in core_kernels/host/batch.h."""
+
+        def of(array: torch.Tensor | None) -> int:
+            return 0 if array is None else address(array)
+
+        return (
+            self.num_requests,
+            of(self.qo_indptr),
+            self.q_len,
+            self.page_size,
+            of(self.table),
+            self.table_size,
+            self.row_stride,
+            of(self.kv_indptr),
+            of(self.kv_last_page_len),
+            of(self.kv_lens),
+        )
+
+
+def _check_index(name: str, t: torch.Tensor | None, *shape: int | None) -> None:
+    check_tensor(name, t, dtypes=(torch.int32,), shape=shape or (None,), last_dim_contiguous=True)

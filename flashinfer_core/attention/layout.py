@@ -1,0 +1,118 @@
+"""The tensors of a run of attention: checked once for all runs whose tensors are alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from flashinfer_core import _native
+from flashinfer_core._checks import DTYPE_CODES, FLOAT_DTYPES, FP8_DTYPES, check_tensor
+from flashinfer_core.attention.kernels import Q_DTYPES, Features
+
+Signature = tuple[object, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What follows from tensors that were checked: one object, so that threads never see half of it."""
+
+    signature: Signature
+    native: _native.TensorLayout
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
+    aligned: bool  # whether the rows of tensors that begin at a multiple of 16 bytes do so too
+    kernels: dict[Features, _native.AttentionKernel] = field(default_factory=dict)  # on a GPU, see `CudaBatch.run`
+
+
+def signature_of(*tensors: torch.Tensor) -> Signature:
+    """Return all that `check_layout` checks; nothing of what is not a tensor, which it then names."""
+    try:
+        q, k, v, out = tensors
+        return (
+            *(q.shape, q.stride(), q.dtype, q.device, out.shape, out.stride(), out.dtype, out.device),
+            *(k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype, v.device),
+        )
+    except AttributeError:
+        return ()
+
+
+def check_layout(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    kv_name: str,
+    device: torch.device,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim_qk: int,
+    head_dim_vo: int,
+    page_size: int | None,
+    num_queries: int,
+    kv_extent: int,
+) -> Layout:
+    """Check the tensors of a run against a plan.
+
+    Parameters
+    ----------
+    q, k, v, out, kv_name
+        See `AttentionPlan.run`.
+    device, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size
+        What was planned.
+    num_queries, kv_extent
+        Rows of q, and pages (without pages: tokens) of K and V, that the plan uses, as far as the host knows.
+    """
+    on_gpu = device.type != "cpu"
+    slots = () if page_size is None else (page_size,)
+    unit = "tokens" if page_size is None else "pages"
+    kv_dtypes = (*FLOAT_DTYPES, *FP8_DTYPES) if on_gpu else FLOAT_DTYPES
+    for name, t, tail, least, what, dtypes in (
+        ("q", q, (num_qo_heads, head_dim_qk), num_queries, "query tokens", FLOAT_DTYPES),
+        (kv_name, k, (*slots, num_kv_heads, head_dim_qk), kv_extent, unit, kv_dtypes),
+        (kv_name, v, (*slots, num_kv_heads, head_dim_vo), kv_extent, unit, kv_dtypes),
+        ("out", out, (num_qo_heads, head_dim_vo), num_queries, "query tokens", FLOAT_DTYPES),
+    ):
+        check_tensor(name, t, dtypes=dtypes, shape=(None, *tail), last_dim_contiguous=True, writable=name == "out")
+        check_device(name, t, device)
+        if t.shape[0] < least:
+            raise ValueError(f"{name}: expected at least {least} {what}, as planned, got {t.shape[0]}")
+    if k.dtype != v.dtype:
+        raise ValueError(f"{kv_name}: expected K and V of one dtype, got {k.dtype} and {v.dtype}")
+    if on_gpu and q.dtype not in Q_DTYPES:
+        raise NotImplementedError(f"q: expected float16 or bfloat16 on a GPU, got {q.dtype}")
+    if on_gpu and k.dtype not in (q.dtype, *FP8_DTYPES):
+        raise NotImplementedError(
+            f"{kv_name}: expected {q.dtype}, as q, float8_e4m3fn or float8_e5m2 on a GPU, got {k.dtype}"
+        )
+    native = _native.TensorLayout(
+        DTYPE_CODES[q.dtype],
+        DTYPE_CODES[k.dtype],
+        DTYPE_CODES[out.dtype],
+        q.shape[0],
+        min(k.shape[0], v.shape[0]),
+        q.stride()[:2],
+        _kv_strides(k, on_gpu),
+        _kv_strides(v, on_gpu),
+        out.stride()[:2],
+    )
+    aligned = all(_has_aligned_rows(t) for t in (q, k, v, out))
+    return Layout(signature_of(q, k, v, out), native, (q.dtype, k.dtype, out.dtype), aligned)
+
+
+def check_device(name: str, t: torch.Tensor, device: torch.device) -> None:
+    """Raise `ValueError` unless a tensor is where the plan is."""
+    if t.device != device:
+        raise ValueError(f"{name}: expected a tensor on {device}, as planned, got one on {t.device}")
+
+
+def _kv_strides(t: torch.Tensor, on_gpu: bool) -> tuple[int, ...]:
+    """Return the strides of page, token and head; on a GPU a token without pages counts as a page."""
+    *pages, token, head, _ = t.stride()
+    return (*pages, token, head) if pages else (token, 0, head) if on_gpu else (0, token, head)
+
+
+def _has_aligned_rows(t: torch.Tensor) -> bool:
+    size = t.element_size()
+    strides = zip(t.shape[:-1], t.stride()[:-1], strict=True)
+    return t.shape[-1] * size % 16 == 0 and all(n <= 1 or stride * size % 16 == 0 for n, stride in strides)

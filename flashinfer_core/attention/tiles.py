@@ -1,0 +1,108 @@
+"""Tile shapes of the CUDA attention kernel: the one place where a tile size appears.
+
+A tile is some packed query rows (token * group + head in group) of one KV head; a CTA walks the keys of a tile's chunk
+block by block through a ring of stages in shared memory. See ``TileShape`` in core_kernels/device/attention/params.h.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from flashinfer_core import _native
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How one CTA's warps share a tile of query rows and a block of keys, and how finely batches are cut for it."""
+
+    name: str
+    warps_m: int
+    warps_kv: int  # teams, each with a ring of its own
+    rows_per_warp: int
+    block_keys: int  # of a team
+    least_block: int  # to which `block_keys` may shrink
+    stages: int
+    ctas: int  # of an SM at most: what the registers of a thread are limited for
+    min_chunk: int  # keys that are not worth cutting further
+    chunks_per_cta: int  # of a batch that is cut: the more, the evener, and the more merging
+
+    @property
+    def rows(self) -> int:
+        """Packed rows of a tile."""
+        return self.warps_m * self.rows_per_warp
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return 32 * self.warps_m * self.warps_kv
+
+    def smem_bytes(self, dim_qk: int, dim_vo: int, kv_bytes: int) -> int:
+        """Return the dynamic shared memory of a CTA, with elements of K and V that take so many bytes there."""
+        return _native.attention_smem_bytes(
+            self.warps_m, self.warps_kv, self.rows_per_warp, self.block_keys, self.stages, dim_qk, dim_vo, kv_bytes
+        )
+
+
+TILES = {
+    tile.name: tile
+    for tile in (
+        # Decode, bound by DRAM: each warp streams keys of its own through three stages of 16, so an SM that holds two
+        # CTAs has 128 KiB under way at head_dim 128; blocks of 16 keys waste little at the end of a short request.
+        Tile("m16", 1, 4, 16, 16, 16, 3, ctas=4, min_chunk=256, chunks_per_cta=4),
+        # Few tokens a request (speculation, short appends): a quarter of the rows of m128, so little padding.
+        Tile("m64", 4, 1, 16, 64, 32, 2, ctas=3, min_chunk=512, chunks_per_cta=2),
+        # Prefill, bound by mma.sync: 32 rows a warp use each key that ldmatrix reads twice. With two CTAs an SM, one
+        # multiplies while the other is in its softmax; 255 registers hold 32 rows of output up to 128 columns.
+        Tile("m128", 4, 1, 32, 64, 32, 2, ctas=2, min_chunk=512, chunks_per_cta=2),
+        # The same for wider output, of which a warp's registers hold 16 rows.
+        Tile("m128_wide", 8, 1, 16, 64, 32, 2, ctas=1, min_chunk=512, chunks_per_cta=2),
+    )
+}
+
+
+def tile_name(rows: float) -> str:
+    """Return the kind of tile, ``"m16"``, ``"m64"`` or ``"m128"``, for requests of so many packed rows."""
+    return "m16" if rows <= 16 else "m64" if rows <= 64 else "m128"
+
+
+def choose_tile(name: str, dim_qk: int, dim_vo: int, kv_bytes: int, max_smem: int) -> Tile:
+    """Return a kind's tile, shrunk until a CTA fits into the shared memory that the GPU gives it.
+
+    Blocks of keys shrink first: stages hide the latency of loads, and halving both loses more than halving one.
+
+    Parameters
+    ----------
+    name
+        As `tile_name` returns it.
+    dim_qk, dim_vo
+        Head dims.
+    kv_bytes
+        Bytes of an element of K and V in shared memory: 1 for an FP8 cache that is copied as it is, else 2.
+    max_smem
+        Bytes of shared memory that a CTA can have.
+
+    Raises
+    ------
+    NotImplementedError
+        The smallest shape does not fit.
+    """
+    full = tile = TILES["m128_wide" if name == "m128" and dim_vo > 128 else name]
+    while tile.smem_bytes(dim_qk, dim_vo, kv_bytes) > max_smem:
+        if tile.block_keys > tile.least_block:
+            tile = replace(tile, block_keys=tile.block_keys // 2)
+        elif tile.stages > 1:
+            tile = replace(tile, stages=tile.stages - 1)
+        else:
+            raise NotImplementedError(
+                f"head_dim: expected dims whose tiles fit into {max_smem // 1024} KiB of shared memory, all that a CTA "
+                f"has on this GPU, got {dim_qk} and {dim_vo}"
+            )
+    if tile != full:
+        tile = replace(tile, name=f"{tile.name}_k{tile.block_keys}_s{tile.stages}")
+    return tile
+
+
+def ctas_per_sm(tile: Tile, dim_qk: int, dim_vo: int, kv_bytes: int, smem_of_sm: int) -> int:
+    """Return how many CTAs an SM should hold: as many as the tile is made for, if its shared memory suffices."""
+    reserved = 1024  # by the system, for each CTA
+    return max(1, min(tile.ctas, smem_of_sm // (tile.smem_bytes(dim_qk, dim_vo, kv_bytes) + reserved)))
