@@ -94,7 +94,7 @@ class AttentionKernel:
 class CudaAttentionPlan:
     def __init__(
         self, batch: _Batch, num_kv_heads: int, group: int, causal: bool, window_left: int, tile_rows: int,
-        block_keys: int, min_chunk: int, num_ctas: int, chunks_per_cta: int, fixed_chunk: int, num_slots: int,
+        min_chunk: int, num_ctas: int, fixed_chunk: int, num_slots: int,
         requests: int, schedule: int, status: AttentionStatus, page_table_size: int, partial_o: int, partial_lse: int,
         arrivals: int,
     ) -> None: ...  # fmt: skip

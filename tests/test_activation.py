@@ -19,9 +19,9 @@ def cases(draw: st.DrawFn) -> ActivationCase:
     leading = draw(st.lists(st.integers(0, 5), max_size=3))
     return ActivationCase(
         op=draw(st.sampled_from(OPS)),
-        shape=(*leading, draw(st.one_of(st.integers(0, 140), st.sampled_from([1000, 3584])))),
+        shape=(*leading, draw(st.one_of(st.integers(0, 140), st.sampled_from([8, 64, 128, 1000, 1001, 3584])))),
         dtype=draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16])),
-        gap=draw(st.integers(0, 9)) if len(leading) < 3 else 0,
+        gap=draw(st.sampled_from([0, 0, 1, 3, 8, 16])) if len(leading) < 3 else 0,
         out=draw(st.sampled_from(["new", "given"])),
         seed=draw(st.integers(0, 2**31)),
     )

@@ -19,7 +19,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @st.composite
-def states(draw: st.DrawFn, count: st.SearchStrategy[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def states(draw: st.DrawFn, count: st.SearchStrategy[int]) -> tuple[torch.Tensor, torch.Tensor, int]:
     shape = (draw(st.integers(0, 9)), draw(count), draw(st.integers(1, 5)), draw(st.sampled_from([1, 3, 16, 64, 130])))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
     v = torch.randn(shape, generator=generator).to(draw(st.sampled_from(DTYPES)))
@@ -27,8 +27,12 @@ def states(draw: st.DrawFn, count: st.SearchStrategy[int]) -> tuple[torch.Tensor
     unseen = torch.rand(shape[:3], generator=generator) < 0.3
     s[unseen] = -math.inf
     v[unseen] = math.nan  # a state without keys is not read
-    gap = draw(st.sampled_from([0, 3]))
-    return embed(v, gap, gap).view, embed(s, gap, 1, (2, 0, 1) if gap else None).view
+    return v, s, draw(st.sampled_from([0, 3, 8]))
+
+
+def placed(vs: tuple[torch.Tensor, torch.Tensor, int], device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    v, s, gap = vs
+    return embed(v.to(device), gap, gap).view, embed(s.to(device), gap, 1, (2, 0, 1) if gap else None).view
 
 
 def check(actual: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -36,9 +40,9 @@ def check(actual: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tenso
     assert_close(actual[1], expected[1])
 
 
-@given(states(st.integers(0, 6)))
-def test_merge_states(vs: tuple[torch.Tensor, torch.Tensor]) -> None:
-    v, s = vs
+@given(vs=states(st.integers(0, 6)))
+def test_merge_states(vs: tuple[torch.Tensor, torch.Tensor, int], device: str) -> None:
+    v, s = placed(vs, device)
     if v.shape[1] == 0:
         out, lse = flashinfer_core.merge_states(v, s)
         assert torch.all(out == 0)
@@ -47,9 +51,9 @@ def test_merge_states(vs: tuple[torch.Tensor, torch.Tensor]) -> None:
         check(flashinfer_core.merge_states(v, s), reference.merge_states(v, s))
 
 
-@given(states(st.just(2)))
-def test_merge_state(vs: tuple[torch.Tensor, torch.Tensor]) -> None:
-    v, s = vs
+@given(vs=states(st.just(2)))
+def test_merge_state(vs: tuple[torch.Tensor, torch.Tensor, int], device: str) -> None:
+    v, s = placed(vs, device)
     expected = reference.merge_states(v, s)
     (v_a, v_b), (s_a, s_b) = v.unbind(1), s.unbind(1)
     check(flashinfer_core.merge_state(v_a, s_a, v_b, s_b), expected)
@@ -57,10 +61,10 @@ def test_merge_state(vs: tuple[torch.Tensor, torch.Tensor]) -> None:
     check((v_a, s_a), expected)
 
 
-@given(states(st.just(2)), st.integers(0, 2**9 - 1))
-def test_merge_in_place_with_mask(vs: tuple[torch.Tensor, torch.Tensor], bits: int) -> None:
-    v, s = vs
-    mask = torch.tensor([bits >> i & 1 for i in range(len(v))], dtype=torch.bool)
+@given(vs=states(st.just(2)), bits=st.integers(0, 2**9 - 1))
+def test_merge_in_place_with_mask(vs: tuple[torch.Tensor, torch.Tensor, int], bits: int, device: str) -> None:
+    v, s = placed(vs, device)
+    mask = torch.tensor([bits >> i & 1 for i in range(len(v))], dtype=torch.bool, device=device)
     expected = tuple(
         torch.where(mask.view(-1, *[1] * (merged.dim() - 1)), merged, kept.float())
         for merged, kept in zip(reference.merge_states(v, s), (v[:, 0], s[:, 0]), strict=True)
@@ -68,6 +72,13 @@ def test_merge_in_place_with_mask(vs: tuple[torch.Tensor, torch.Tensor], bits: i
     flashinfer_core.merge_state_in_place(v[:, 0], s[:, 0], v[:, 1], s[:, 1], mask)
     torch.testing.assert_close(v[:, 0].float(), expected[0], rtol=5e-3, atol=1e-5, equal_nan=True)
     torch.testing.assert_close(s[:, 0], expected[1])
+
+
+@pytest.mark.parametrize("num_states", [2, 9])
+def test_merge_of_usual_sizes(num_states: int, device: str) -> None:
+    v = torch.randn(70, num_states, 8, 128, device=device).bfloat16()
+    s = torch.randn(70, num_states, 8, device=device)
+    check(flashinfer_core.merge_states(v, s), reference.merge_states(v, s))
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -12,25 +12,32 @@ from flashinfer_core import page, reference
 from flashinfer_core.testing import AppendCase, embed, poisoned
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def indices(device: str, *values: list[int]) -> list[torch.Tensor]:
+    return [torch.tensor(x, device=device) for x in values]
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> AppendCase:
-    dim = draw(st.integers(1, 40))
+    dims = st.one_of(st.integers(1, 40), st.sampled_from([16, 64, 128]))
+    dim = draw(dims)
     fused = draw(st.booleans())
     return AppendCase(
         lens=tuple(draw(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 9)), max_size=4))),
         page_size=draw(st.integers(1, 9)),
         heads=draw(st.integers(1, 4)),
-        dims=(dim, dim if fused else draw(st.integers(1, 40))),
+        dims=(dim, dim if fused else draw(dims)),
         dtype=draw(st.sampled_from(FLOATS)),
-        cache_dtype=draw(st.sampled_from([None, *FLOATS])),
+        cache_dtype=draw(st.sampled_from([None, *FLOATS, *FP8])),
         index_dtype=draw(st.sampled_from([torch.int32, torch.int64])),
         kv_layout=draw(st.sampled_from(["NHD", "HND"])),
         fused=fused,
         slots=draw(st.booleans()),
         padding=draw(st.integers(0, 3)),
-        gap=draw(st.sampled_from([0, 0, 3, 8])),
+        gap=draw(st.sampled_from([0, 0, 3, 16])),
+        skew=draw(st.sampled_from([1, 16])),
         seed=draw(st.integers(0, 2**31)),
     )
 
@@ -44,6 +51,49 @@ def test_equals_reference(case: AppendCase, device: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
 def test_usual_sizes(slots: bool, dtype: torch.dtype, device: str) -> None:
     AppendCase(((100, 1), (0, 300), (47, 1), (16, 0)), dtype=dtype, slots=slots).check(device)
+
+
+@pytest.mark.parametrize("skew", [1, 16])
+@pytest.mark.parametrize("scale_tensors", [False, True])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("cache_dtype", FP8)
+def test_fp8_cache_with_scales(
+    cache_dtype: torch.dtype, dtype: torch.dtype, scale_tensors: bool, skew: int, device: str
+) -> None:
+    """The scales are chosen so that some values saturate and some become subnormal."""
+    for scales in ((1.0, 1.0), (0.003, 500.0)):
+        AppendCase(
+            ((3, 1), (0, 30)), 4, 2, (64, 96), dtype, cache_dtype, slots=True, scales=scales,
+            scale_tensors=scale_tensors, skew=skew,
+        ).check(device)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", FP8)
+def test_fp8_rounds_to_nearest_even_and_saturates(dtype: torch.dtype, device: str) -> None:
+    every = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(dtype).float()
+    finite = every[every.isfinite()].unique()
+    halfway = (finite[1:] + finite[:-1]) / 2
+    beside = torch.cat([halfway.nextafter(torch.tensor(sign * 1e9)) for sign in (1, -1)])
+    inf = float("inf")
+    x = torch.cat([finite, halfway, beside, torch.tensor([inf, -inf, 1e9, -1e9, 464.1, 61441.0, 1e-9, -0.0])])
+    cache = torch.zeros(2, 1, 1, 1, len(x), device=device).to(dtype)
+    page.write_kv_slots(
+        x.to(device)[None, None], x.to(device)[None, None], cache[0], cache[1], torch.tensor([0], device=device)
+    )
+    expected = reference.stored(x, dtype).view(torch.uint8)
+    assert torch.equal(cache[0, 0, 0, 0].cpu().view(torch.uint8), expected)
+    nan = torch.full((1, 1, len(x)), float("nan"), device=device)
+    page.write_kv_slots(nan, -nan, cache[0], cache[1], torch.tensor([0], device=device))
+    assert bool(cache.float().isnan().all())
+
+
+def test_keys_and_values_of_different_dtypes(device: str) -> None:
+    key, value = torch.randn(3, 2, 64, device=device), torch.randn(3, 2, 32, device=device)
+    k_cache = torch.zeros(2, 4, 2, 64, dtype=torch.bfloat16, device=device)
+    v_cache = torch.zeros(2, 4, 2, 32, device=device).to(torch.float8_e4m3fn)
+    page.write_kv_slots(key, value, k_cache, v_cache, torch.tensor([7, 0, 2], device=device), v_scale=0.5)
+    assert torch.equal(k_cache.view(8, 2, 64)[[7, 0, 2]], key.bfloat16())
+    assert torch.equal(v_cache.view(8, 2, 32).float()[[7, 0, 2]], (value * 2).to(torch.float8_e4m3fn).float())
 
 
 def test_fp8_is_not_converted(device: str) -> None:
@@ -61,8 +111,8 @@ def test_append_into_strided_view(kv_layout: str, device: str) -> None:
     if kv_layout == "HND":
         cache = cache.transpose(2, 3).contiguous()
     page.append_paged_kv_cache(
-        key, value, torch.tensor([0, 1]), torch.tensor([4, 0]), (cache[:, 0], cache[:, 1]),
-        torch.tensor([2, 0, 3]), torch.tensor([0, 2, 3]), torch.tensor([2, 1]), kv_layout,
+        key, value, *indices(device, [0, 1], [4, 0]), (cache[:, 0], cache[:, 1]),
+        *indices(device, [2, 0, 3], [0, 2, 3], [2, 1]), kv_layout,
     )  # fmt: skip
     nhd = cache if kv_layout == "NHD" else cache.transpose(2, 3)
     assert torch.equal(nhd[0, :, 1], torch.stack([key[0], value[0]]))
@@ -75,14 +125,25 @@ def test_batch_indices_in_any_order(device: str) -> None:
     k_cache, v_cache = torch.zeros(4, 4, 1, 2, device=device), torch.zeros(4, 4, 1, 2, device=device)
     key = torch.arange(1.0, 7.0, device=device)[:, None, None].repeat(1, 1, 2)
     page.append_paged_kv_cache(
-        key, -key, torch.tensor([2, 0, -1, 2, 0, 2]), torch.tensor([1, 0, 99, 0, 3, 2]), (k_cache, v_cache),
-        torch.tensor([3, 1, 0]), torch.tensor([0, 1, 2, 3]), torch.tensor([4, 4, 4]),
+        key, -key, *indices(device, [2, 0, -1, 2, 0, 2], [1, 0, 99, 0, 3, 2]), (k_cache, v_cache),
+        *indices(device, [3, 1, 0], [0, 1, 2, 3], [4, 4, 4]),
     )  # fmt: skip
     expected = torch.zeros(4, 4, device=device)
     expected[3, [0, 3]] = torch.tensor([2.0, 5.0], device=device)
     expected[0, [0, 1, 2]] = torch.tensor([4.0, 1.0, 6.0], device=device)
     assert torch.equal(k_cache[:, :, 0, 0], expected)
     assert torch.equal(v_cache, -k_cache)
+
+
+def test_indices_of_any_stride(device: str) -> None:
+    key = torch.randn(3, 1, 2, device=device)
+    cache = torch.zeros(2, 4, 2, 1, 2, device=device)
+    k_cache, v_cache = cache[:, :, 0], cache[:, :, 1]
+    columns = torch.tensor([[0, 4, 1, 0, 2], [0, 5, 0, 2, 2], [0, 1, 7, 2, 7]], device=device).unbind(1)
+    batch_indices, positions, pages, indptr, last = columns
+    page.append_paged_kv_cache(key, key, batch_indices, positions, (k_cache, v_cache), pages, indptr[:2], last[:1])
+    assert torch.equal(k_cache[[0, 0, 1], [0, 1, 1]], key)
+    assert int((cache != 0).sum()) == 2 * key.numel()
 
 
 def test_more_rows_than_slots(device: str) -> None:
@@ -133,7 +194,7 @@ def test_batch_indices_positions(
     indptr = torch.tensor([0, *(appended for _, appended in lens)]).cumsum(0).to(dtype)
     seq_lens = torch.tensor([sum(pair) for pair in lens], dtype=dtype)
     nnz = int(indptr[-1]) + padding
-    outputs = [embed(poisoned((nnz,), torch.int32), offset=3) for _ in range(2)] if given_outputs else []
+    outputs = [embed(poisoned((nnz,), torch.int32, device), offset=3) for _ in range(2)] if given_outputs else []
     actual = page.get_batch_indices_positions(
         indptr.to(device), seq_lens.to(device), nnz, *(embedded.view for embedded in outputs)
     )
@@ -224,6 +285,8 @@ def test_append_refusals(bad: dict[str, Any], error: type[Exception], name: str)
 @pytest.mark.parametrize(
     ("bad", "error", "name"),
     [
+        ({"k_scale": 2.0}, ValueError, "k_scale"),
+        ({"v_scale": torch.ones(1)}, ValueError, "v_scale"),
         ({"slot_mapping": torch.tensor([0, 16, 3])}, ValueError, "slot_mapping"),
         ({"slot_mapping": torch.tensor([0, 2**40, 3])}, ValueError, "slot_mapping"),
         ({"slot_mapping": torch.tensor([0.0, 1.0, 3.0])}, ValueError, "slot_mapping"),
@@ -246,6 +309,27 @@ def test_append_refusals(bad: dict[str, Any], error: type[Exception], name: str)
 def test_write_kv_slots_refusals(bad: dict[str, Any], error: type[Exception], name: str) -> None:
     good = {"key": KEY, "value": KEY, "k_cache": K_CACHE, "v_cache": V_CACHE, "slot_mapping": torch.arange(3)}
     refused(page.write_kv_slots, good, bad, error, name)
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "name"),
+    [
+        ({"k_scale": 0.0}, ValueError, "k_scale"),
+        ({"k_scale": -1.0}, ValueError, "k_scale"),
+        ({"v_scale": float("inf")}, ValueError, "v_scale"),
+        ({"v_scale": float("nan")}, ValueError, "v_scale"),
+        ({"k_scale": torch.ones(2)}, ValueError, "k_scale"),
+        ({"k_scale": torch.ones(1).half()}, ValueError, "k_scale"),
+        ({"v_scale": meta(torch.ones(1))}, NotImplementedError, "v_scale"),
+        ({"k_scale": 2.0, "key": KEY.to(torch.float8_e4m3fn)}, ValueError, "k_scale"),
+    ],
+)
+def test_scale_refusals(bad: dict[str, Any], error: type[Exception], name: str) -> None:
+    caches = {"k_cache": K_CACHE.to(torch.float8_e4m3fn), "v_cache": V_CACHE.to(torch.float8_e4m3fn)}
+    refused(
+        lambda **arguments: page.write_kv_slots(**caches, **arguments),
+        {"key": KEY, "value": KEY, "slot_mapping": torch.arange(3)}, bad, error, name,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -30,10 +30,10 @@ def random_bits(n: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     seed=st.integers(0, 2**31),
 )
 def test_equals_reference(
-    lens: list[int], dtype: torch.dtype, bitorder: str, index_dtype: torch.dtype, seed: int
+    lens: list[int], dtype: torch.dtype, bitorder: str, index_dtype: torch.dtype, seed: int, device: str
 ) -> None:
-    x = random_bits(sum(lens), dtype, seed)
-    indptr = torch.tensor([0, *lens]).cumsum(0).to(index_dtype)
+    x = random_bits(sum(lens), dtype, seed).to(device)
+    indptr = torch.tensor([0, *lens]).cumsum(0).to(index_dtype).to(device)
     packed = quantization.packbits(x, bitorder)
     assert packed.dtype == torch.uint8
     assert torch.equal(packed, reference.packbits(x, bitorder))
@@ -43,26 +43,30 @@ def test_equals_reference(
     assert torch.equal(starts, expected_starts)
     assert starts.dtype == index_dtype
     assert torch.equal(quantization.packbits(x.repeat_interleave(2)[::2], bitorder), packed)
+    bound, bound_starts = quantization.pack_segments(x, indptr, bitorder == "little")
+    assert len(bound) >= len(segments)
+    assert torch.equal(bound[: len(segments)], segments)
+    assert torch.equal(bound_starts, starts)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_integer_dtype(dtype: torch.dtype) -> None:
+def test_every_integer_dtype(dtype: torch.dtype, device: str) -> None:
     """flashinfer-ai/flashinfer#5054."""
-    x = torch.tensor([1, 0, 1, 1, 0, 0, 1, 1]).to(dtype)
-    assert quantization.segment_packbits(x, torch.tensor([0, 8]), "big")[0].tolist() == [0b10110011]
+    x = torch.tensor([1, 0, 1, 1, 0, 0, 1, 1], device=device).to(dtype)
+    assert quantization.segment_packbits(x, torch.tensor([0, 8], device=device), "big")[0].tolist() == [0b10110011]
     assert quantization.packbits(x, "little").tolist() == [0b11001101]
 
 
-def test_default_is_big() -> None:
-    x = torch.tensor([True, False, False])
+def test_default_is_big(device: str) -> None:
+    x = torch.tensor([True, False, False], device=device)
     assert quantization.packbits(x).tolist() == [0b10000000]
-    assert quantization.segment_packbits(x, torch.tensor([0, 3]))[0].tolist() == [0b10000000]
+    assert quantization.segment_packbits(x, torch.tensor([0, 3], device=device))[0].tolist() == [0b10000000]
 
 
-def test_segments_begin_at_bytes() -> None:
+def test_segments_begin_at_bytes(device: str) -> None:
     """flashinfer-ai/flashinfer#2201: segments whose lengths are not multiples of 8."""
-    x = torch.ones(14, dtype=torch.int32)
-    packed, starts = quantization.segment_packbits(x, torch.tensor([0, 3, 3, 14]), "little")
+    x = torch.ones(14, dtype=torch.int32, device=device)
+    packed, starts = quantization.segment_packbits(x, torch.tensor([0, 3, 3, 14], device=device), "little")
     assert packed.tolist() == [0b111, 0xFF, 0b111]
     assert starts.tolist() == [0, 1, 1, 3]
 

@@ -17,13 +17,17 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 @st.composite
 def cases(draw: st.DrawFn) -> RopeCase:
     form = draw(st.sampled_from(["indptr", "pos_ids", "cache"]))
-    head_dim = draw(st.one_of(st.integers(1, 40).map(lambda i: 2 * i), st.sampled_from([64, 128, 256])))
+    head_dim = draw(st.one_of(st.integers(1, 40).map(lambda i: 2 * i), st.sampled_from([16, 64, 128, 192, 256])))
+    rotary_dims = [None, st.integers(1, head_dim // 2).map(lambda i: 2 * i)]
+    if head_dim >= 16:
+        rotary_dims.append(st.integers(1, head_dim // 16).map(lambda i: 16 * i))
+    rotary_dim = draw(st.sampled_from(rotary_dims))
     return RopeCase(
         form=form,
         lens=tuple(draw(st.lists(st.integers(0, 6), max_size=4))),
         heads=draw(st.tuples(st.integers(1, 4), st.integers(1, 3))),
         head_dim=head_dim,
-        rotary_dim=draw(st.one_of(st.none(), st.integers(1, head_dim // 2).map(lambda i: 2 * i))),
+        rotary_dim=None if rotary_dim is None else draw(rotary_dim),
         interleave=draw(st.booleans()),
         inplace=draw(st.booleans()),
         llama31=form != "cache" and draw(st.booleans()),

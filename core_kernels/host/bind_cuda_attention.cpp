@@ -53,10 +53,10 @@ std::optional<std::vector<int32_t>> kv_lens(const HostBatch& batch) {
 }
 
 CudaAttentionPlan* make_plan(const BatchTuple& batch, int32_t num_kv_heads, int32_t group, bool causal,
-                             int32_t window_left, int32_t tile_rows, int32_t block_keys, int32_t min_chunk,
-                             int32_t num_ctas, int32_t chunks_per_cta, int32_t fixed_chunk, int32_t num_slots,
-                             Address requests, Address schedule, const AttentionStatus& status, int64_t page_table_size,
-                             Address partial_o, Address partial_lse, Address arrivals) {
+                             int32_t window_left, int32_t tile_rows, int32_t min_chunk, int32_t num_ctas,
+                             int32_t fixed_chunk, int32_t num_slots, Address requests, Address schedule,
+                             const AttentionStatus& status, int64_t page_table_size, Address partial_o,
+                             Address partial_lse, Address arrivals) {
   const BatchArrays arrays = batch_arrays(batch);
   cuda::ScheduleParams s{};
   s.num_requests = static_cast<int32_t>(arrays.num_requests);
@@ -73,10 +73,8 @@ CudaAttentionPlan* make_plan(const BatchTuple& batch, int32_t num_kv_heads, int3
   s.causal = causal;
   s.window_left = window_left;
   s.tile_rows = tile_rows;
-  s.block_keys = block_keys;
   s.min_chunk = min_chunk;
   s.num_ctas = num_ctas;
-  s.chunks_per_cta = chunks_per_cta;
   s.fixed_chunk = fixed_chunk;
   s.num_slots = num_slots;
   s.requests = pointer<cuda::Request>(requests);
@@ -154,10 +152,9 @@ void bind_cuda_attention(py::module_& m) {
            py::arg("kernel"), py::arg("threads"), py::arg("smem"));
   py::class_<CudaAttentionPlan>(m, "CudaAttentionPlan")
       .def(py::init(&make_plan), py::arg("batch"), py::arg("num_kv_heads"), py::arg("group"), py::arg("causal"),
-           py::arg("window_left"), py::arg("tile_rows"), py::arg("block_keys"), py::arg("min_chunk"),
-           py::arg("num_ctas"), py::arg("chunks_per_cta"), py::arg("fixed_chunk"), py::arg("num_slots"),
-           py::arg("requests"), py::arg("schedule"), py::arg("status"), py::arg("page_table_size"),
-           py::arg("partial_o"), py::arg("partial_lse"), py::arg("arrivals"))
+           py::arg("window_left"), py::arg("tile_rows"), py::arg("min_chunk"), py::arg("num_ctas"),
+           py::arg("fixed_chunk"), py::arg("num_slots"), py::arg("requests"), py::arg("schedule"), py::arg("status"),
+           py::arg("page_table_size"), py::arg("partial_o"), py::arg("partial_lse"), py::arg("arrivals"))
       .def("schedule", &CudaAttentionPlan::schedule, py::arg("kernel"), py::arg("stream"))
       .def("run", &run_plan);
   m.def("attention_smem_bytes", &attention_smem_bytes);

@@ -34,6 +34,9 @@ uint32_t grid(int64_t ctas) {
 // many loads in flight; more if there are too few rows to fill the GPU. Four threads at least read 64 bytes side by
 // side.
 cuda::RowShape row_shape(const CudaCall& call, int64_t rows, int64_t vectors, int64_t kept, int64_t most_threads) {
+  if (rows > INT32_MAX - kMaxCta) {
+    throw std::invalid_argument("rows: expected fewer than 2^31 on a GPU, got " + std::to_string(rows));
+  }
   const int64_t enough = cuda_device(call.kernel->device()).num_sms * kMaxCta;
   int64_t threads = std::max<int64_t>(ceil_div(vectors, kept), 4);
   while (threads < vectors && rows * threads < enough) threads *= 2;

@@ -16,9 +16,9 @@ from flashinfer_core.attention.arrays import ArgumentNames, BatchArrays
 from flashinfer_core.attention.kernels import Features, Variant, load_attention, load_schedule, smem_of
 from flashinfer_core.attention.layout import Layout
 from flashinfer_core.attention.memory import PlanMemory
-from flashinfer_core.attention.tiles import TILES, choose_tile, ctas_per_sm, tile_name
+from flashinfer_core.attention.options import GpuScales
+from flashinfer_core.attention.tiles import choose_tile, ctas_per_sm, tile_name
 
-GpuScales = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 _NEVER_CUT = 2**31 - 1
 _SCHEDULE_BYTES, _REQUEST_BYTES = 16, 32  # of the structs of core_kernels/device/attention/params.h
 
@@ -131,7 +131,6 @@ def schedule(
     if memory.tile is None or memory.buffers is None:
         memory.tile = _tile_of(arrays, host, group, q_len_hint, invariant)
     smem = smem_of(device)
-    full = TILES[memory.tile]
     choose_tile(memory.tile, head_dim_qk, head_dim_vo, 2, smem.of_cta)  # refuses what does not fit
     tile = choose_tile(memory.tile, head_dim_qk, head_dim_vo, kv_bytes, smem.of_cta)
     num_ctas = ctas_per_sm(tile, head_dim_qk, head_dim_vo, kv_bytes, smem.of_sm)
@@ -142,7 +141,7 @@ def schedule(
         fixed_chunk = fixed_split_size
         slots = _slots(arrays, host, fixed_chunk, tile.rows, group, num_kv_heads, names)
     else:
-        fixed_chunk, slots = 0, 2 * num_ctas * full.chunks_per_cta
+        fixed_chunk, slots = 0, 2 * num_ctas  # of which each cut tile takes less than twice its share
 
     placed = memory.place(arrays, names)
     head = memory.pool.reserve(
@@ -156,10 +155,8 @@ def schedule(
         causal=causal,
         window_left=window_left,
         tile_rows=tile.rows,
-        block_keys=full.block_keys,  # of which a shrunk tile's is a fraction
-        min_chunk=full.min_chunk,
+        min_chunk=tile.min_chunk,
         num_ctas=num_ctas,
-        chunks_per_cta=full.chunks_per_cta,
         fixed_chunk=fixed_chunk,
         num_slots=slots,
         requests=head.data_ptr() + _SCHEDULE_BYTES,

@@ -155,8 +155,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedAttentionWrapper):
         self._set(
             q_len_per_req,
             keys,
-            options,
-            (q_data_type, kv_data_type, o_data_type),
+            options=options,
+            dtypes=(q_data_type, kv_data_type, o_data_type),
             num_qo_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,
             head_dim_qk=head_dim,
@@ -291,8 +291,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedAttentionWrapper):
         `float_workspace_buffer` that holds all partial results, the second what the wrapper allocates besides; the CPU
         kernels use no such memory: ``(0, 0)``.
         """
-        workspace = None if self._device is None else torch.empty(0, dtype=torch.uint8, device=self._device)
-        scratch = BatchDecodeWithPagedKVCacheWrapper(workspace, self._kv_layout)
+        scratch = BatchDecodeWithPagedKVCacheWrapper(self._no_workspace(*args, *kwargs.values()), self._kv_layout)
         scratch.plan(*args, **kwargs)
         return scratch._workspace_bytes()
 

@@ -22,6 +22,7 @@ POS_ENCODING_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
 _UNCHANGED = (None, False, -1, "NONE")  # the defaults of the older call forms, which keep what was planned
 Scale = float | torch.Tensor | None
 DType = str | torch.dtype
+GpuScales = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,22 @@ def split_scale(name: str, value: Scale) -> tuple[float, torch.Tensor | None]:
             return 1.0, value.float()
         value = value.item()
     return _finite(name, value), None
+
+
+def join_scales(scales: tuple[Scale, Scale, Scale, Scale]) -> tuple[float, float, GpuScales]:
+    """Return the factors of logits and output for scales of q, k, v and the output, and those that are on a GPU."""
+    q_scale, k_scale, v_scale, o_scale = scales
+    if q_scale is None and k_scale is None and v_scale is None and o_scale is None:
+        return 1.0, 1.0, (None, None, None)
+    q_factor, gpu_q_scale = split_scale("q_scale", q_scale)
+    k_factor, gpu_k_scale = split_scale("k_scale", k_scale)
+    v_factor, gpu_v_scale = split_scale("v_scale", v_scale)
+    if o_scale is not None:
+        o_factor, gpu_o_scale = split_scale("o_scale", o_scale)
+        v_factor /= o_factor
+        if gpu_o_scale is not None:
+            gpu_v_scale = (1.0 if gpu_v_scale is None else gpu_v_scale) / gpu_o_scale
+    return q_factor * k_factor, v_factor, (gpu_q_scale, gpu_k_scale, gpu_v_scale)
 
 
 def dtype_of(name: str, dtype: DType, known: tuple[torch.dtype, ...] = FLOAT_DTYPES) -> torch.dtype:

@@ -13,10 +13,11 @@ import torch
 from flashinfer_core import _native
 from flashinfer_core._checks import check_int, check_tensor
 from flashinfer_core.attention.arrays import DEFAULT_NAMES, ArgumentNames, BatchArrays, Buffer
-from flashinfer_core.attention.cuda_plan import CudaBatch, GpuScales, schedule
+from flashinfer_core.attention.cuda_plan import CudaBatch, schedule
 from flashinfer_core.attention.layout import Layout, check_device, check_layout, signature_of
 from flashinfer_core.attention.memory import PlanMemory
 from flashinfer_core.attention.operators import attention_plan_run, register
+from flashinfer_core.attention.options import GpuScales
 
 MAX_HEAD_DIM = _native.MAX_HEAD_DIM
 

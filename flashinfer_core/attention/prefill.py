@@ -188,8 +188,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedAttentionWrapper):
         self._set(
             qo_indptr,
             keys,
-            options,
-            (q_data_type, kv_data_type, o_data_type),
+            options=options,
+            dtypes=(q_data_type, kv_data_type, o_data_type),
             num_qo_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,
             head_dim_qk=head_dim_qk,
@@ -320,7 +320,6 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedAttentionWrapper):
 
         See `BatchDecodeWithPagedKVCacheWrapper.workspace_size`.
         """
-        workspace = None if self._device is None else torch.empty(0, dtype=torch.uint8, device=self._device)
-        scratch = BatchPrefillWithPagedKVCacheWrapper(workspace, self._kv_layout)
+        scratch = BatchPrefillWithPagedKVCacheWrapper(self._no_workspace(*args, *kwargs.values()), self._kv_layout)
         scratch.plan(*args, **kwargs)
         return scratch._workspace_bytes()

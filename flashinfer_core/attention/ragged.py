@@ -134,8 +134,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         self._set(
             qo_indptr if qo_indptr_cpu is None else qo_indptr_cpu,
             {"kv_indptr": kv_indptr if kv_indptr_cpu is None else kv_indptr_cpu},
-            options,
-            (q_data_type, kv_data_type, o_data_type),
+            options=options,
+            dtypes=(q_data_type, kv_data_type, o_data_type),
             num_qo_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,
             head_dim_qk=head_dim_qk,
@@ -241,8 +241,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
     forward_return_lse = functools.partialmethod(forward, return_lse=True)
 
     def _run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Result:
-        check_tensor("k", k, ndim=3)
-        check_tensor("v", v, ndim=3)
+        check_tensor("k", k, dtypes=None, ndim=3)
+        check_tensor("v", v, dtypes=None, ndim=3)
         if self._kv_layout == "HND":
             k, v = k.transpose(0, 1), v.transpose(0, 1)
         return self._execute(q, k, v, kv_name="k and v", **options)

@@ -14,7 +14,7 @@ from flashinfer_core._ops import native_op
 from flashinfer_core.attention.masks import packed_mask
 from flashinfer_core.attention.memory import PlanMemory, Pool, is_capturing
 from flashinfer_core.attention.operators import joined, separate
-from flashinfer_core.attention.options import AttentionOptions, DType, Scale, check_backend, dtype_of, split_scale
+from flashinfer_core.attention.options import AttentionOptions, DType, Scale, check_backend, dtype_of, join_scales
 from flashinfer_core.attention.plan import AttentionPlan
 
 _KV_DTYPES = (*FLOAT_DTYPES, *FP8_DTYPES)
@@ -247,23 +247,21 @@ def _single_attention(
         arrays = arrays.moved({"kv_lens": torch.tensor([len(k)], dtype=torch.int32)})  # for which the mask is checked
     mask, mask_indptr = packed_mask(custom_mask, packed_custom_mask, arrays, q.device)
     q_scale, k_scale, v_scale = joined(factors, scales)
-    q_factor, gpu_q_scale = split_scale("q_scale", q_scale)
-    k_factor, gpu_k_scale = split_scale("k_scale", k_scale)
-    v_factor, gpu_v_scale = split_scale("v_scale", v_scale)
+    logit_factor, v_factor, gpu_scales = join_scales((q_scale, k_scale, v_scale, None))
     plan.run(
         q,
         k,
         v,
         out,
         lse,
-        sm_scale=options.scale(dim_qk) * q_factor * k_factor,
+        sm_scale=options.scale(dim_qk) * logit_factor,
         logits_soft_cap=logits_soft_cap,
         v_scale=v_factor,
         alibi_slopes=options.alibi(heads, q.device),
         custom_mask=mask,
         mask_indptr=mask_indptr,
         rope_cos_sin=options.rope_table(dim_qk, max(len(q), len(k)), q.device),
-        gpu_scales=(gpu_q_scale, gpu_k_scale, gpu_v_scale),
+        gpu_scales=gpu_scales,
         kv_name="k and v",
     )
 

@@ -6,6 +6,7 @@ block by block through a ring of stages in shared memory. See ``TileShape`` in c
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 from flashinfer_core import _native
@@ -13,7 +14,7 @@ from flashinfer_core import _native
 
 @dataclass(frozen=True)
 class Tile:
-    """How one CTA's warps share a tile of query rows and a block of keys, and how finely batches are cut for it."""
+    """How one CTA's warps share a tile of query rows and a block of keys."""
 
     name: str
     warps_m: int
@@ -22,9 +23,8 @@ class Tile:
     block_keys: int  # of a team
     least_block: int  # to which `block_keys` may shrink
     stages: int
-    ctas: int  # of an SM at most: what the registers of a thread are limited for
+    ctas: int  # of an SM at most
     min_chunk: int  # keys that are not worth cutting further
-    chunks_per_cta: int  # of a batch that is cut: the more, the evener, and the more merging
 
     @property
     def rows(self) -> int:
@@ -36,6 +36,12 @@ class Tile:
         """Threads of a CTA."""
         return 32 * self.warps_m * self.warps_kv
 
+    def registers(self, dim_qk: int, dim_vo: int) -> int:
+        """Return about how many registers a thread needs: output, scores, queries if they are kept, and 60 others."""
+        fragments = self.rows_per_warp // 16
+        queries = 4 * -(-dim_qk // 16) if fragments == 1 and dim_qk <= 128 else 0
+        return fragments * (8 * -(-dim_vo // 16) + self.block_keys // 2) + queries + 60
+
     def smem_bytes(self, dim_qk: int, dim_vo: int, kv_bytes: int) -> int:
         """Return the dynamic shared memory of a CTA, with elements of K and V that take so many bytes there."""
         return _native.attention_smem_bytes(
@@ -43,21 +49,42 @@ class Tile:
         )
 
 
+# The figures are of one H200, bf16, 32 query heads on 8 KV heads, head_dim 128 unless another is named.
 TILES = {
     tile.name: tile
     for tile in (
-        # Decode, bound by DRAM: each warp streams keys of its own through three stages of 16, so an SM that holds two
-        # CTAs has 128 KiB under way at head_dim 128; blocks of 16 keys waste little at the end of a short request.
-        Tile("m16", 1, 4, 16, 16, 16, 3, ctas=4, min_chunk=256, chunks_per_cta=4),
+        # Decode, bound by DRAM: each warp streams keys of its own through three stages of 8 KiB, so an SM that holds
+        # two CTAs has 128 KiB under way. 64 requests of 2,048 keys: 4.0 TB/s; two stages and three CTAs 3.8, four
+        # stages and one CTA 3.3.
+        Tile("m16", 1, 4, 16, 16, 16, 3, ctas=2, min_chunk=256),
+        # The same bytes where a key takes half as many: FP8 caches (64 x 4,096: 3.4 TB/s, with blocks of 16 keys 2.9),
+        # and 16-bit ones at head_dim 64.
+        Tile("m16_k32", 1, 4, 16, 32, 16, 3, ctas=2, min_chunk=256),
         # Few tokens a request (speculation, short appends): a quarter of the rows of m128, so little padding.
-        Tile("m64", 4, 1, 16, 64, 32, 2, ctas=3, min_chunk=512, chunks_per_cta=2),
+        Tile("m64", 4, 1, 16, 64, 32, 2, ctas=2, min_chunk=512),
         # Prefill, bound by mma.sync: 32 rows a warp use each key that ldmatrix reads twice. With two CTAs an SM, one
         # multiplies while the other is in its softmax; 255 registers hold 32 rows of output up to 128 columns.
-        Tile("m128", 4, 1, 32, 64, 32, 2, ctas=2, min_chunk=512, chunks_per_cta=2),
-        # The same for wider output, of which a warp's registers hold 16 rows.
-        Tile("m128_wide", 8, 1, 16, 64, 32, 2, ctas=1, min_chunk=512, chunks_per_cta=2),
+        # 4 x 4,096 full: 360 TFLOP/s; blocks of 32 keys 288, one stage 294, eight warps of 16 rows 270.
+        Tile("m128", 4, 1, 32, 64, 32, 2, ctas=2, min_chunk=512),
+        # Half the output leaves registers for twice the scores, and half as many blocks have their fixed costs:
+        # head_dim 64, 4 x 4,096 causal: 283 TFLOP/s, with blocks of 64 keys 252.
+        Tile("m128_k128", 4, 1, 32, 128, 32, 2, ctas=2, min_chunk=512),
+        # For wider output, of which a warp's registers hold 16 rows. head_dim 256, 4 x 4,096 causal: 290 TFLOP/s, at
+        # the rate at which ldmatrix reads shared memory.
+        Tile("m128_wide", 8, 1, 16, 64, 32, 2, ctas=1, min_chunk=512),
     )
 }
+
+
+def _full_tile(name: str, dim_qk: int, dim_vo: int, kv_bytes: int) -> Tile:
+    """Return the row of the table for a kind of tile and a shape of keys."""
+    if name == "m16" and (dim_qk + dim_vo) * kv_bytes <= 256:
+        name = "m16_k32"
+    elif name == "m128" and dim_vo > 128:
+        name = "m128_wide"
+    elif name == "m128" and max(dim_qk, dim_vo) <= 64:
+        name = "m128_k128"
+    return TILES[name]
 
 
 def tile_name(rows: float) -> str:
@@ -65,6 +92,7 @@ def tile_name(rows: float) -> str:
     return "m16" if rows <= 16 else "m64" if rows <= 64 else "m128"
 
 
+@functools.cache
 def choose_tile(name: str, dim_qk: int, dim_vo: int, kv_bytes: int, max_smem: int) -> Tile:
     """Return a kind's tile, shrunk until a CTA fits into the shared memory that the GPU gives it.
 
@@ -86,7 +114,7 @@ def choose_tile(name: str, dim_qk: int, dim_vo: int, kv_bytes: int, max_smem: in
     NotImplementedError
         The smallest shape does not fit.
     """
-    full = tile = TILES["m128_wide" if name == "m128" and dim_vo > 128 else name]
+    full = tile = _full_tile(name, dim_qk, dim_vo, kv_bytes)
     while tile.smem_bytes(dim_qk, dim_vo, kv_bytes) > max_smem:
         if tile.block_keys > tile.least_block:
             tile = replace(tile, block_keys=tile.block_keys // 2)
@@ -98,11 +126,13 @@ def choose_tile(name: str, dim_qk: int, dim_vo: int, kv_bytes: int, max_smem: in
                 f"has on this GPU, got {dim_qk} and {dim_vo}"
             )
     if tile != full:
-        tile = replace(tile, name=f"{tile.name}_k{tile.block_keys}_s{tile.stages}")
+        tile = replace(tile, name=f"{tile.name.partition('_k')[0]}_k{tile.block_keys}_s{tile.stages}")
     return tile
 
 
 def ctas_per_sm(tile: Tile, dim_qk: int, dim_vo: int, kv_bytes: int, smem_of_sm: int) -> int:
-    """Return how many CTAs an SM should hold: as many as the tile is made for, if its shared memory suffices."""
+    """Return how many CTAs an SM should hold: as many as the tile is made for, if memory and registers suffice."""
     reserved = 1024  # by the system, for each CTA
-    return max(1, min(tile.ctas, smem_of_sm // (tile.smem_bytes(dim_qk, dim_vo, kv_bytes) + reserved)))
+    by_smem = smem_of_sm // (tile.smem_bytes(dim_qk, dim_vo, kv_bytes) + reserved)
+    by_registers = 65536 // (tile.threads * tile.registers(dim_qk, dim_vo))
+    return max(1, min(tile.ctas, by_smem, by_registers))

@@ -35,7 +35,7 @@ from flashinfer_core.attention.options import (
     Scale,
     check_backend,
     dtype_of,
-    split_scale,
+    join_scales,
 )
 from flashinfer_core.attention.plan import AttentionPlan
 
@@ -49,9 +49,10 @@ class AttentionWrapper:
     Parameters
     ----------
     float_workspace_buffer
-        Tensor whose device is the wrapper's device; None: the device is that of the arrays of `plan`. On a GPU it
-        holds partial results if it is large enough (`workspace_size`), else the wrapper allocates memory for them; the
-        little that it needs besides it allocates in any case. The CPU kernels use none of it.
+        Tensor whose device is the wrapper's device; None: the device is that of the arrays of `plan`, or if they are in
+        host memory that of the tensors of `run`. On a GPU it holds partial results if it is large enough
+        (`workspace_size`), else the wrapper allocates memory for them; the little that it needs besides it allocates in
+        any case. The CPU kernels use none of it.
     kv_layout
         ``"NHD"`` or ``"HND"``.
     use_cuda_graph
@@ -96,6 +97,7 @@ class AttentionWrapper:
         self._custom_mask_buf: torch.Tensor | None = None
         self._mask_indptr_buf: torch.Tensor | None = None
         self._plan: AttentionPlan | None = None
+        self._run_device = torch.device("cpu")  # of the tensors that a deferred plan is made for
         self._deferred: DeferredPlan | None = None
         self._kv_cache: object = None
         self._options = AttentionOptions()
@@ -132,9 +134,9 @@ class AttentionWrapper:
         self,
         qo_indptr: torch.Tensor | int,
         keys: Mapping[str, torch.Tensor | None],
+        *,
         options: AttentionOptions,
         dtypes: tuple[DType, DType | None, DType | None],
-        *,
         num_qo_heads: int,
         num_kv_heads: int,
         head_dim_qk: int,
@@ -150,7 +152,7 @@ class AttentionWrapper:
     ) -> None:
         """Make the plan. Nothing of the previous one stays, even if this one is refused."""
         self._plan = None
-        device = self._device or _device_of(qo_indptr, *keys.values())
+        device = self._device or gpu_of(qo_indptr, *keys.values()) or self._run_device
         check_backend(self._backend, device)
         on_gpu = device.type == "cuda"
         q_dtype = dtype_of("q_data_type", dtypes[0], Q_DTYPES if on_gpu else FLOAT_DTYPES)
@@ -199,8 +201,6 @@ class AttentionWrapper:
         self, options: AttentionOptions, q: torch.Tensor, k: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return the slopes of ALIBI, and the rotations of ROPE_LLAMA for as many positions as a request can have."""
-        if options.pos_encoding_mode == "NONE":
-            return None, None
         plan = self._plan
         assert plan is not None
         # What a captured graph reads must do for later plans too.
@@ -237,7 +237,8 @@ class AttentionWrapper:
         overrides: dict[str, Any] | None = None,
     ) -> Result:
         """Allocate results and attend; `overrides` replace options of the plan, as in `AttentionOptions.override`."""
-        check_tensor("q", q, dtypes=None, ndim=3)
+        if not isinstance(q, torch.Tensor) or q.dim() != 3:
+            check_tensor("q", q, dtypes=None, ndim=3)
         if self._plan is None:
             self._complete_plan(q, k, v)
         shape = (q.shape[0], self._num_qo_heads, self._head_dim_vo)
@@ -271,11 +272,8 @@ class AttentionWrapper:
         """Make the plan that waits for the tensors of its first run."""
         if self._deferred is None:
             raise RuntimeError(f"{type(self).__name__}.run: call plan() first")
-        device, self._device = self._device, self._device or q.device
-        try:
-            self._deferred.complete(self, q, k, v)
-        finally:
-            self._device = device
+        self._run_device = q.device
+        self._deferred.complete(self, q, k, v)
 
     def _attend(
         self,
@@ -303,22 +301,17 @@ class AttentionWrapper:
             raise ValueError(f"{kv_name}: expected dtype {self._kv_dtype}, the kv_data_type of plan(), got {k.dtype}")
         if plan.num_queries is not None and q.shape[0] != plan.num_queries:
             raise ValueError(f"q: expected {plan.num_queries} tokens, as planned, got shape {list(q.shape)}")
-        q_factor, gpu_q_scale = split_scale("q_scale", scales[0])
-        k_factor, gpu_k_scale = split_scale("k_scale", scales[1])
-        v_factor, gpu_v_scale = split_scale("v_scale", scales[2])
-        if scales[3] is not None:
-            o_factor, gpu_o_scale = split_scale("o_scale", scales[3])
-            v_factor /= o_factor
-            if gpu_o_scale is not None:
-                gpu_v_scale = (1.0 if gpu_v_scale is None else gpu_v_scale) / gpu_o_scale
-        alibi, rope = self._tables(options, q, k)
+        sm_scale, v_factor, gpu_scales = join_scales(scales)
+        alibi = rope = None
+        if options.pos_encoding_mode != "NONE":
+            alibi, rope = self._tables(options, q, k)
         plan.run(
             q,
             k,
             v,
             out,
             lse,
-            sm_scale=options.scale(plan.head_dim_qk) * q_factor * k_factor,
+            sm_scale=options.scale(plan.head_dim_qk) * sm_scale,
             logits_soft_cap=options.logits_soft_cap,
             causal=options.causal,
             window_left=window_left,
@@ -328,9 +321,13 @@ class AttentionWrapper:
             custom_mask=self._mask,
             mask_indptr=self._mask_indptr,
             rope_cos_sin=rope,
-            gpu_scales=(gpu_q_scale, gpu_k_scale, gpu_v_scale),
+            gpu_scales=gpu_scales,
             kv_name=kv_name,
         )
+
+    def _no_workspace(self, *arguments: object) -> torch.Tensor:
+        """Return an empty workspace on the wrapper's device, or where arguments of `plan` are."""
+        return torch.empty(0, dtype=torch.uint8, device=self._device or gpu_of(*arguments) or "cpu")
 
     def _workspace_bytes(self) -> tuple[int, int]:
         """Return the bytes of the memory for partial results, and of all else, that the plan takes from a GPU."""
@@ -376,6 +373,6 @@ def positional(args: tuple[Any, ...]) -> None:
         )
 
 
-def _device_of(*arrays: torch.Tensor | int | None) -> torch.device:
-    on_gpu = (t.device for t in arrays if isinstance(t, torch.Tensor) and not t.is_cpu)
-    return next(on_gpu, torch.device("cpu"))
+def gpu_of(*arrays: object) -> torch.device | None:
+    """Return the GPU of the first array that is on one."""
+    return next((t.device for t in arrays if isinstance(t, torch.Tensor) and not t.is_cpu), None)

@@ -12,6 +12,9 @@ OPERATIONS: tuple[str, ...] = (
     "flashinfer_core.attention.kernels:specs",
     "flashinfer_core.activation:specs",
     "flashinfer_core.norm:specs",
+    "flashinfer_core.quantization:specs",
+    "flashinfer_core._merge:specs",
+    "flashinfer_core._page:specs",
     "flashinfer_core._rope:specs",
 )
 

@@ -57,7 +57,11 @@ def get_batch_indices_positions(
     """Return the request and the position of each appended token, both int32."""
     appended = append_indptr.diff()
     requests = torch.repeat_interleave(torch.arange(len(appended), device=appended.device), appended)
-    positions = torch.arange(len(requests), device=appended.device) - append_indptr[1:].long()[requests] + seq_lens.long()[requests]
+    positions = (
+        torch.arange(len(requests), device=appended.device)
+        - append_indptr[1:].long()[requests]
+        + seq_lens.long()[requests]
+    )
     padding = nnz - len(requests)
     return (
         torch.nn.functional.pad(requests, (0, padding), value=-1).int(),

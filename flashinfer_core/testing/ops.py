@@ -51,7 +51,7 @@ class NormCase:
             self._check_fused_add(x, weights[0], generator, device)
             return
         expected = getattr(reference, self.op)(x.view, *weights, eps=self.eps)
-        given = embed(poisoned(self.shape, self.dtype, device), self.gap, 2)
+        given = embed(poisoned(self.shape, self.dtype, device), self.gap, 2 * self.gap)
         keywords = (
             {} if self.op == "layernorm" or self.out == "new" else {"out": {"given": given, "input": x}[self.out].view}
         )
@@ -67,7 +67,7 @@ class NormCase:
         given.assert_intact()
 
     def _check_fused_add(self, x: Embedded, weight: torch.Tensor, generator: torch.Generator, device: str) -> None:
-        residual = embed(_randn(generator, *self.shape, dtype=self.dtype, device=device, scale=3.0), self.gap, 1)
+        residual = embed(_randn(generator, *self.shape, dtype=self.dtype, device=device, scale=3.0), self.gap, self.gap)
         expected = getattr(reference, self.op)(x.view, residual.view, weight, self.eps)
         assert getattr(norm, self.op)(x.view, residual.view, weight, self.eps) is None
         for actual, want in zip((x, residual), expected, strict=True):
@@ -90,7 +90,7 @@ class ActivationCase:
         """Compare with the reference."""
         shape = (*self.shape[:-1], 2 * self.shape[-1])
         x = embed(_randn(_generator(self.seed), *shape, dtype=self.dtype, device=device, scale=3.0), self.gap, self.gap)
-        given = embed(poisoned(self.shape, self.dtype, device), self.gap, 2)
+        given = embed(poisoned(self.shape, self.dtype, device), self.gap, 2 * self.gap)
         with poisoned_memory():
             actual = getattr(activation, self.op)(x.view, given.view if self.out == "given" else None)
         assert_close(actual, getattr(reference, self.op)(x.view), self.dtype)
@@ -183,6 +183,7 @@ class AppendCase:
     scale_tensors: bool = False
     padding: int = 0  # tokens at the end that are not to be written
     gap: int = 0
+    skew: int = 1  # elements by which the layouts of K and V differ
     seed: int = 0
 
     def check(self, device: str = "cpu") -> None:
@@ -209,12 +210,14 @@ class AppendCase:
         caches = self._caches(generator, num_pages, device)
         views = [cache.view for cache in caches] if not self.fused else [caches[0].view[:, 0], caches[0].view[:, 1]]
         nhd = views if self.kv_layout == "NHD" else [view.transpose(1, 2) for view in views]
-        expected = [view.cpu() for view in nhd]
-        stored = [
+        expected = [view.clone().cpu() for view in nhd]
+        keys, values = (
             reference.stored(x.cpu(), cache.dtype, scale)
             for x, cache, scale in zip((key, value), expected, self.scales, strict=True)
-        ]
-        reference.append_paged_kv_cache(*stored, batch_indices, positions, *expected, kv_indices, kv_indptr)
+        )
+        reference.append_paged_kv_cache(
+            keys, values, batch_indices, positions, expected[0], expected[1], kv_indices, kv_indptr
+        )
 
         def index(t: torch.Tensor) -> torch.Tensor:
             return t.to(self.index_dtype).to(device)
@@ -244,10 +247,10 @@ class AppendCase:
         dtype = self.cache_dtype or self.dtype
         if self.fused:
             shape = (num_pages, 2, *block, self.dims[0])
-            return [embed(_randn(generator, *shape, dtype=dtype, device=device), self.gap, 3)]
+            return [embed(_randn(generator, *shape, dtype=dtype, device=device), self.gap, self.skew)]
         return [
-            embed(_randn(generator, num_pages, *block, dim, dtype=dtype, device=device), self.gap + extra, extra)
-            for extra, dim in enumerate(self.dims)
+            embed(_randn(generator, num_pages, *block, dim, dtype=dtype, device=device), self.gap + skew, skew)
+            for dim, skew in zip(self.dims, (0, self.skew), strict=True)
         ]
 
 

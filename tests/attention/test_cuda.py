@@ -1,27 +1,18 @@
-"""Attention on a GPU beyond what every device has: no waiting, CUDA graphs, streams, FP8 caches, faults, memory."""
+"""Attention on a GPU beyond what every device has: no waiting, streams, FP8 caches, faults, memory."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
+from gpu_cases import DECODE, HEADS, PREFILL, bf16, decode_wrapper, made, on_a_gpu, prefill_wrapper  # noqa: F401
 
 import flashinfer_core
 from flashinfer_core.attention import AttentionPlan
 from flashinfer_core.testing import AttentionCase, embed, workspace
-
-HEADS = (8, 2, 128)
-Wrapper = Any
-
-
-@pytest.fixture(autouse=True)
-def _on_a_gpu(device: str) -> None:
-    if not device.startswith("cuda"):
-        pytest.skip("for a GPU")
 
 
 @contextlib.contextmanager
@@ -33,29 +24,6 @@ def no_waiting() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-def bf16(lens: tuple[tuple[int, int], ...], device: str, **options: Any) -> AttentionCase:
-    return AttentionCase(lens, *HEADS, dtype=torch.bfloat16, device=device, **options)
-
-
-DECODE = ((1, 3000), (1, 17), (1, 0), (1, 256))
-PREFILL = ((5, 900), (300, 300), (1, 40))
-
-
-def decode_wrapper(case: AttentionCase) -> Wrapper:
-    return flashinfer_core.BatchDecodeWithPagedKVCacheWrapper(workspace(case.device), case.kv_layout)
-
-
-def prefill_wrapper(case: AttentionCase) -> Wrapper:
-    return flashinfer_core.BatchPrefillWithPagedKVCacheWrapper(workspace(case.device), case.kv_layout)
-
-
-def made(*cases: AttentionCase) -> None:
-    """Make all tensors of some cases, which is done when they are first used, and wait for them."""
-    for case in cases:
-        _ = (case.q, case.cache, case.ragged, case.placed, case.sink_logits, case.flat_masks)
-    torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("arrays", ["host", "device", "mixed"])
@@ -83,129 +51,6 @@ def test_plan_and_run_wait_for_nothing(arrays: str, mode: str, device: str) -> N
     prefill.compare(paged)
     masked.compare(unmasked)
     prefill.compare(joined)
-
-
-class Buffers:
-    """Tensors that a captured graph reads: those of a case, with room for others, and the buffers of its wrapper."""
-
-    def __init__(self, case: AttentionCase, most_pages: int = 600) -> None:
-        self.q = torch.zeros_like(case.q)
-        self.k, self.v = (t.new_zeros(most_pages, *t.shape[1:]) for t in case.cache)
-        sizes = (len(case.lens) + 1, most_pages, len(case.lens))
-        self.indptr, self.indices, self.last = (self.q.new_zeros(size, dtype=torch.int32) for size in sizes)
-        self.held = [t.clone() for t in (self.indptr, self.indices, self.last)]
-        self.load(case)
-
-    def load(self, case: AttentionCase) -> None:
-        """Fill the tensors with a case of as many requests and query rows."""
-        self.q.copy_(case.q)
-        mine, new = (self.k, self.v, self.indptr, self.indices, self.last), (*case.cache, *case.paged)
-        for to, values in zip(mine, new, strict=True):
-            to[: len(values)] = values.to(case.device)
-
-
-def graph_cases(device: str, qo: int = 1) -> list[AttentionCase]:
-    lens = [(4000, 17, 0, 256), (1, 1000, 2000, 3), (900, 900, 900, 1500)]
-    return [bf16(tuple((qo, kv) for kv in kvs), device, causal=qo > 1, seed=i) for i, kvs in enumerate(lens)]
-
-
-def capture(function: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
-    function()  # allocates and compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = function()
-    return graph, result
-
-
-@pytest.mark.parametrize("qo", [1, 9])
-def test_captured_plan_and_run_replay_with_new_lengths(qo: int, device: str) -> None:
-    cases = graph_cases(device, qo)
-    b = Buffers(cases[0])
-    wrapper = flashinfer_core.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace(device), *b.held)
-
-    def step() -> Any:
-        wrapper.plan(b.indptr, b.indices, b.last, *HEADS, 16, q_data_type=torch.bfloat16, q_len_per_req=qo)
-        return wrapper.run(b.q, (b.k, b.v), return_lse=True)
-
-    graph, result = capture(step)
-    for case in (*cases, cases[0]):
-        b.load(case)
-        graph.replay()
-        case.compare(result)
-
-
-@pytest.mark.parametrize("arrays", ["host", "device"])
-def test_captured_run_replays_what_a_later_plan_wrote(arrays: str, device: str) -> None:
-    cases = [dataclasses.replace(case, arrays=arrays) for case in graph_cases(device)]
-    b = Buffers(cases[0])
-    wrapper = flashinfer_core.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace(device), *b.held)
-    cases[0].plan_decode(wrapper)
-    graph, result = capture(lambda: wrapper.run(b.q, (b.k, b.v), return_lse=True))
-    for case in (*cases[1:], cases[0]):
-        b.load(case)
-        case.plan_decode(wrapper)
-        graph.replay()
-        case.compare(result)
-
-
-def test_captured_prefill_replays_what_a_later_plan_wrote(device: str) -> None:
-    lens = [((20, 900), (7, 7)), ((1, 700), (26, 300)), ((27, 27), (0, 1000))]
-    cases = [bf16(pairs, device, seed=i, custom_mask=True) for i, pairs in enumerate(lens)]
-    b = Buffers(cases[0])
-    wrapper = flashinfer_core.BatchPrefillWithPagedKVCacheWrapper(
-        workspace(device),
-        use_cuda_graph=True,
-        qo_indptr_buf=torch.empty(3, dtype=torch.int32, device=device),
-        paged_kv_indptr_buf=b.held[0],
-        paged_kv_indices_buf=b.held[1],
-        paged_kv_last_page_len_buf=b.held[2],
-        custom_mask_buf=torch.empty(10000, dtype=torch.uint8, device=device),
-        mask_indptr_buf=torch.empty(3, dtype=torch.int32, device=device),
-    )
-    cases[0].plan_paged(wrapper)
-    graph, result = capture(lambda: wrapper.run(b.q, (b.k, b.v), return_lse=True))
-    for case in (*cases[1:], cases[0]):
-        b.load(case)
-        case.plan_paged(wrapper)
-        graph.replay()
-        case.compare(result)
-
-
-def test_capture_refuses_what_it_would_replay_wrongly(device: str) -> None:
-    case = graph_cases(device)[0]
-    b = Buffers(case)
-    make = flashinfer_core.CUDAGraphBatchDecodeWithPagedKVCacheWrapper
-    planned = make(workspace(device), *b.held)
-    case.plan_decode(planned)
-    fresh = make(workspace(device), *(t.clone() for t in b.held))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        with pytest.raises(RuntimeError, match=r"^indices, indptr, last_page_len: expected tensors on cuda"):
-            case.plan_decode(planned)
-        with pytest.raises(RuntimeError, match=r"^plan: expected a first plan before the capture"):
-            fresh.plan(b.indptr, b.indices, b.last, *HEADS, 16, q_data_type=torch.bfloat16)
-        b.q.add_(0)  # a graph must not be empty
-    table = torch.zeros(4, 300, dtype=torch.int32, device=device)
-    dense = make(workspace(device), *b.held)
-    lens = torch.ones(4, dtype=torch.int32, device=device)
-    options = {"q_data_type": torch.bfloat16, "seq_lens": lens}
-    dense.plan(None, None, None, *HEADS, 16, block_tables=table, **options)
-    with pytest.raises(ValueError, match=r"^block_tables: expected the tensor of the first plan"):
-        dense.plan(None, None, None, *HEADS, 16, block_tables=table.clone(), **options)
-
-
-def test_single_request_in_a_graph(device: str) -> None:
-    case = bf16(((33, 700),), device)
-    graph, result = capture(
-        lambda: flashinfer_core.single_prefill_with_kv_cache(case.q, *case.ragged, causal=True, return_lse=True)
-    )
-    for n in (1, 2, 3, 40):  # plans of other shapes come and go
-        flashinfer_core.single_decode_with_kv_cache(case.q[0], *(t[: 7 * n] for t in case.ragged))
-    for t in result:
-        t.fill_(torch.nan)
-    graph.replay()
-    case.compare(result)
 
 
 def test_streams(device: str) -> None:
@@ -348,7 +193,7 @@ def test_refusals_of_a_gpu(device: str) -> None:
         dataclasses.replace(case, kv_dtype=torch.float16).plan_paged(prefill_wrapper(case))
     with pytest.raises(NotImplementedError, match=r"^q: expected float16 or bfloat16"):
         flashinfer_core.single_prefill_with_kv_cache(*(t.float() for t in (case.q, *case.ragged)))
-    with pytest.raises(ValueError, match=r"^paged_kv_indptr: expected a tensor on cpu"):
+    with pytest.raises(ValueError, match=r"^qo_indptr: expected a tensor on cpu"):
         case.plan_paged(flashinfer_core.BatchPrefillWithPagedKVCacheWrapper(workspace("cpu")))
     wrapper = prefill_wrapper(case)
     dataclasses.replace(case, plan_options={}).plan_paged(wrapper)

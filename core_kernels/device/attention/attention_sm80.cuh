@@ -1,11 +1,11 @@
 // The universal attention kernel: every GPU from SM75 on, every layout of keys, decode to long prefill.
 //
-// Tile. Rows pack the query heads of a KV head: row = token * group + head in group, so a decode step of a group of 8 is
-// 8 rows of the 16 that mma.sync works on, and keys are read once for the group. Few rows (decode): every warp is a team
-// of its own that walks its share of the chunk's keys through a private cp.async ring, without a barrier between warps,
-// and the warps' results are merged at the end. Many rows (prefill): the warps split the rows and share the ring. 32
-// rows a warp instead of 16 halve the bytes that ldmatrix reads from shared memory for each product: with 16 rows that,
-// and not the tensor cores, is the bound.
+// Tile. Rows pack the query heads of a KV head: row = token * group + head in group, so a decode step of a group of 8
+// is 8 rows of the 16 that mma.sync works on, and keys are read once for the group. Few rows (decode): every warp is a
+// team of its own that walks its share of the chunk's keys through a private cp.async ring, without a barrier between
+// warps, and the warps' results are merged at the end. Many rows (prefill): the warps split the rows and share the
+// ring. 32 rows a warp instead of 16 halve the bytes that ldmatrix reads from shared memory for each product: with 16
+// rows that, and not the tensor cores, is the bound.
 //
 // Grid. CTAs take items (request, KV head, tile, chunk of keys) from the schedule until none is left. Of a tile whose
 // keys were cut, every item leaves a normalized partial output and its log-sum-exp; the item that arrives last merges
@@ -29,7 +29,8 @@ constexpr bool kKeepQueries = kRowFragments == 1 && kDimQk <= 128;
 constexpr int kSharedBytes = smem_bytes(kTile, kDimQk, kDimVo, kKvBytes);
 constexpr int kResultRow = result_row(kDimVo), kQuads = (kDimVo + 3) / 4;  // of output columns
 
-// ---- products --------------------------------------------------------------------------------------------------------
+// ---- products
+// --------------------------------------------------------------------------------------------------------
 
 // What a lane adds to the address of queries, keys and values for its rows of an ldmatrix.
 __device__ inline uint32_t query_lane() { return swizzled(lane_id() % 16, kQRow, lane_id() / 16); }
@@ -80,7 +81,7 @@ __device__ inline void multiply_values(uint32_t values, const Scores& s, Output&
     for (int m = 0; m < kRowFragments; ++m) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float(&pair)[4] = s[m][2 * step + i / 2];
+        const float (&pair)[4] = s[m][2 * step + i / 2];
         a[m][i] = Math::pack(pair[i % 2 * 2], pair[i % 2 * 2 + 1]);
       }
     }
@@ -107,7 +108,8 @@ __device__ inline void multiply_values(uint32_t values, const Scores& s, Output&
   }
 }
 
-// ---- results ---------------------------------------------------------------------------------------------------------
+// ---- results
+// ---------------------------------------------------------------------------------------------------------
 
 // Some words that one instruction stores.
 template <int Count>
@@ -225,7 +227,7 @@ __device__ inline void write_rows(const AttentionParams& p, const Item& item, in
     const int e = i % 2 * 2;
 #pragma unroll
     for (int j = 0; j < kVoGroups; ++j) {
-      const float(&a)[4] = o[i / 2][2 * j], (&b)[4] = o[i / 2][2 * j + 1];
+      const float (&a)[4] = o[i / 2][2 * j], (&b)[4] = o[i / 2][2 * j + 1];
       if constexpr (kFp8Shared) {
         row.store<4>(16 * j + 4 * tq, {a[e] * factor, b[e] * factor, a[e + 1] * factor, b[e + 1] * factor});
       } else {
@@ -250,7 +252,7 @@ __device__ inline void combine_teams(const AttentionParams& p, const Item& item,
     float* at = rows + row * kResultRow;
 #pragma unroll
     for (int j = 0; j < kVoGroups; ++j) {
-      const float(&a)[4] = o[i / 2][2 * j], (&b)[4] = o[i / 2][2 * j + 1];
+      const float (&a)[4] = o[i / 2][2 * j], (&b)[4] = o[i / 2][2 * j + 1];
       if constexpr (kFp8Shared) {
         *reinterpret_cast<float4*>(at + 16 * j + 4 * tq) = make_float4(a[e], b[e], a[e + 1], b[e + 1]);
       } else {
@@ -333,7 +335,8 @@ __device__ inline void merge_chunks(const AttentionParams& p, const Item& item) 
   }
 }
 
-// ---- items -----------------------------------------------------------------------------------------------------------
+// ---- items
+// -----------------------------------------------------------------------------------------------------------
 
 // The last request whose first item is not after `item`, by one warp: 32 probes at a time, the last of which bring the
 // request along, since each step costs the latency of memory.
@@ -411,7 +414,8 @@ __device__ inline void find_item(const AttentionParams& p, int index, Work& work
   }
 }
 
-// ---- the walk over the keys ------------------------------------------------------------------------------------------
+// ---- the walk over the keys
+// ------------------------------------------------------------------------------------------
 
 // Waits until the team's copies into a stage are there for all its lanes, and its last reads of the stage before.
 __device__ inline void team_sync() {

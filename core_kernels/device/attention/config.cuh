@@ -11,7 +11,7 @@ namespace flashinfer_core::cuda {
 constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000u);
 
 constexpr int kDimQk = FIC_DIM_QK, kDimVo = FIC_DIM_VO;
-constexpr int kQkSteps = (kDimQk + 15) / 16;  // k16 steps of the product q k; columns past the dim are zero
+constexpr int kQkSteps = (kDimQk + 15) / 16;   // k16 steps of the product q k; columns past the dim are zero
 constexpr int kVoGroups = (kDimVo + 15) / 16;  // groups of 16 output columns
 
 constexpr TileShape kTile = {FIC_WARPS_M, FIC_WARPS_KV, FIC_ROWS_PER_WARP, FIC_BLOCK_KEYS, FIC_STAGES};
@@ -24,6 +24,7 @@ constexpr int kBlockKeys = FIC_BLOCK_KEYS;
 constexpr int kStages = FIC_STAGES;
 constexpr int kKeyTiles = kBlockKeys / 8;
 static_assert(kTeams == 1 || kTeamWarps == 1, "a team of several warps is the whole CTA");
+static_assert(kChunkKeys % (kTeams * kBlockKeys) == 0, "chunks would end within blocks");
 
 constexpr bool kDirect = FIC_DIRECT;
 constexpr bool kSoftCap = FIC_SOFT_CAP, kAlibi = FIC_ALIBI, kMask = FIC_MASK, kRope = FIC_ROPE;
@@ -53,9 +54,9 @@ struct Fp8Of<4> {
   using Type = E5M2;
 };
 using Fp8 = Fp8Of<FIC_KV_DTYPE>::Type;
-constexpr int kCacheBytes = kFp8Cache ? 1 : 2;             // of an element in the cache
-constexpr bool kFp8Shared = kFp8Cache && !kDirect;         // copied as it is; converted after ldmatrix
-constexpr int kKvBytes = kFp8Shared ? 1 : 2;               // of an element in shared memory
+constexpr int kCacheBytes = kFp8Cache ? 1 : 2;      // of an element in the cache
+constexpr bool kFp8Shared = kFp8Cache && !kDirect;  // copied as it is; converted after ldmatrix
+constexpr int kKvBytes = kFp8Shared ? 1 : 2;        // of an element in shared memory
 
 // Rows in shared memory are whole multiples of 128 bytes, and the 16-byte chunk c of row r stands at c ^ (r % 8), so
 // that the eight rows of an ldmatrix hit eight different groups of banks.
@@ -68,15 +69,15 @@ __device__ inline uint32_t swizzled(int row, int row_bytes, int chunk) {
   return static_cast<uint32_t>(row * row_bytes + ((chunk ^ (row & 7)) << 4));
 }
 
-// The same in two steps, so that a lane computes the first once: `lane_base` is a shared-memory address whose lowest seven
-// bits are those of swizzled(row, ..., c) with c 0 or 1; `chunk`, a constant, is even or c is 0.
+// The same in two steps, so that a lane computes the first once: `lane_base` is a shared-memory address whose lowest
+// seven bits are those of swizzled(row, ..., c) with c 0 or 1; `chunk`, a constant, is even or c is 0.
 __device__ inline uint32_t at_chunk(uint32_t lane_base, int chunk) {
   return (lane_base ^ static_cast<uint32_t>(chunk % 8 << 4)) + static_cast<uint32_t>(chunk / 8 * 128);
 }
 
 __device__ inline int lane_id() { return static_cast<int>(threadIdx.x) % 32; }
-// The same number, of which the compiler knows nothing: what is computed from it stays where it is written, and does not
-// move ahead of a loop into registers that the loop needs.
+// The same number, of which the compiler knows nothing: what is computed from it stays where it is written, and does
+// not move ahead of a loop into registers that the loop needs.
 __device__ inline int opaque(int x) {
   asm volatile("" : "+r"(x));
   return x;
@@ -89,10 +90,10 @@ __device__ inline int64_t max_of64(int64_t a, int64_t b) { return a < b ? b : a;
 struct Item {
   Request request;
   int request_index, kv_head;
-  int row_begin;           // first packed row of the tile; row = token * group + head in group
+  int row_begin;  // first packed row of the tile; row = token * group + head in group
   int key_begin, key_end;
-  int chunk, num_chunks;   // this one, and those of this tile that hold keys (at least 1)
-  int slot;                // of the tile's first partial state
+  int chunk, num_chunks;  // this one, and those of this tile that hold keys (at least 1)
+  int slot;               // of the tile's first partial state
 };
 
 // What the threads of a CTA tell each other about the item in work.

@@ -37,7 +37,8 @@ __device__ inline Place locate(const AttentionParams& p, const Item& item, int k
   return {static_cast<int>(page), slot};
 }
 
-// ---- the fast way: 16-byte copies ------------------------------------------------------------------------------------
+// ---- the fast way: 16-byte copies
+// ------------------------------------------------------------------------------------
 
 // Copies Rows rows of Dim elements to rows first_row on; lane i holds the byte offset of row i, and the first num_valid
 // rows exist. Eight lanes copy 128 bytes of a row at a time: whole sectors, and few addresses to compute.
@@ -56,8 +57,7 @@ __device__ inline void for_each_chunk(const char* base, int64_t offset, int num_
     for (int chunk = 0; chunk < kChunks; chunk += kLanes) {
       const int at = chunk + chunk_of_lane;
       if (kChunks % kLanes != 0 && at >= kChunks) continue;
-      copy(row, chunk_of_lane, chunk, source + chunk * 16,
-           row < num_valid && (Dim % 16 == 0 || at * 16 < Dim * Bytes));
+      copy(row, chunk_of_lane, chunk, source + chunk * 16, row < num_valid && (Dim % 16 == 0 || at * 16 < Dim * Bytes));
     }
   }
 }
@@ -86,11 +86,13 @@ __device__ inline void store_element(uint32_t shared, int row, int row_bytes, in
   store_shared(shared + swizzled(row, row_bytes, column / 8) + column % 8 * 2, bits);
 }
 
-// Rotates the pair (x, y) = elements (i, i + dim / 2) at a position.
+// Rotates the pair (x, y) = elements (i, i + dim / 2) at a position, which is negative where a request has more queries
+// than keys.
 __device__ inline void rotate(const AttentionParams& p, int64_t position, int i, float& x, float& y) {
-  position = position < 0 ? 0 : position < p.rope_positions ? position : p.rope_positions - 1;
-  const float* row = p.rope_cos_sin + position * kDimQk;
-  const float cosine = row[i], sine = row[i + kDimQk / 2], x0 = x;
+  int64_t at = position < 0 ? -position : position;
+  at = at < p.rope_positions ? at : p.rope_positions - 1;
+  const float* row = p.rope_cos_sin + at * kDimQk;
+  const float cosine = row[i], sine = position < 0 ? -row[i + kDimQk / 2] : row[i + kDimQk / 2], x0 = x;
   x = x0 * cosine - y * sine;
   y = y * cosine + x0 * sine;
 }
@@ -128,7 +130,8 @@ __device__ inline void convert_rows(const AttentionParams& p, uint32_t shared, i
   }
 }
 
-// ---- a block of keys and values --------------------------------------------------------------------------------------
+// ---- a block of keys and values
+// --------------------------------------------------------------------------------------
 
 // Loads the blocks of one team, in order, into its ring. Every warp of the team loads its share of each block's rows.
 class BlockLoader {
@@ -175,10 +178,12 @@ class BlockLoader {
   Place place_;
 };
 
-// ---- queries ---------------------------------------------------------------------------------------------------------
+// ---- queries
+// ---------------------------------------------------------------------------------------------------------
 
-// For FP8 keys a lane gets four neighbouring elements of K where the product wants two pairs eight apart, so the columns
-// of Q are permuted alike: the pair of columns 4 t + 2 h stands at 2 t + 8 h. `half` tells which eight of sixteen.
+// For FP8 keys a lane gets four neighbouring elements of K where the product wants two pairs eight apart, so the
+// columns of Q are permuted alike: the pair of columns 4 t + 2 h stands at 2 t + 8 h. `half` tells which eight of
+// sixteen.
 __device__ inline void store_permuted(uint32_t shared, int row, int step, int half, uint4 x) {
   store_shared(shared + swizzled(row, kQRow, 2 * step) + 8 * half, make_uint2(x.x, x.z));
   store_shared(shared + swizzled(row, kQRow, 2 * step + 1) + 8 * half, make_uint2(x.y, x.w));
@@ -190,8 +195,8 @@ __device__ inline int64_t query_offset(const AttentionParams& p, const Item& ite
   return ((static_cast<int64_t>(item.request.q_begin) + in_request) * p.q_stride_token + head * p.q_stride_head) * 2;
 }
 
-// Brings this warp's share of the tile's packed rows into shared memory; rows past the request are zero. Copies may still
-// be under way at the return: they belong to the thread's next group of cp.async.
+// Brings this warp's share of the tile's packed rows into shared memory; rows past the request are zero. Copies may
+// still be under way at the return: they belong to the thread's next group of cp.async.
 __device__ inline void load_queries(const AttentionParams& p, const Item& item, uint32_t shared) {
   constexpr int kRows = kTileRows / (kThreads / 32);
   static_assert(kRows <= 32, "the lanes of a warp hold the offsets of its rows");
@@ -199,6 +204,9 @@ __device__ inline void load_queries(const AttentionParams& p, const Item& item, 
   const int first_row = static_cast<int>(threadIdx.x) / 32 * kRows, first_packed = item.row_begin + first_row;
   const int64_t tokens = p.q_tokens - item.request.q_begin;
   const int q_len = tokens < item.request.q_len ? static_cast<int>(max_of64(tokens, 0)) : item.request.q_len;
+  if (q_len < item.request.q_len && threadIdx.x == 0) {
+    report(p.status, Fault::query_rows, item.request_index, item.request.q_begin + item.request.q_len);
+  }
   const int num_valid = q_len * p.group - first_packed;
   const int64_t offset = lane_id() < num_valid ? query_offset(p, item, first_packed + lane_id()) : 0;
   if constexpr (kDirect) {

@@ -1,9 +1,9 @@
 // Arguments of the CUDA attention kernels: plain structs that host code fills and device code reads. Strides count
 // elements, not bytes. Every pointer is a device address unless its comment says otherwise.
 //
-// Two kernels make a run. `schedule_attention` (once for each plan) turns lengths into a list of requests, each cut into
-// tiles of packed query rows and chunks of keys. `attention_sm80` (once for each layer) takes items from it: item =
-// (request, KV head, tile, chunk). Neither needs a length on the host.
+// Two kernels make a run. `schedule_attention` (once for each plan) turns lengths into a list of requests, each cut
+// into tiles of packed query rows and chunks of keys. `attention_sm80` (once for each layer) takes items from it: item
+// = (request, KV head, tile, chunk). Neither needs a length on the host.
 #pragma once
 
 #include <cstdint>
@@ -31,8 +31,8 @@ struct alignas(16) AttentionStatus {  // in pinned host memory; the device write
 
 // One request as the attention kernel sees it.
 struct alignas(16) Request {
-  int64_t kv_begin;    // first entry of the page table; without one, first token of K and V
-  int32_t q_begin;     // first query token
+  int64_t kv_begin;  // first entry of the page table; without one, first token of K and V
+  int32_t q_begin;   // first query token
   int32_t q_len;
   int32_t kv_len;
   int32_t num_chunks;  // items of a tile; a tile that sees fewer keys leaves the last of them empty
@@ -47,6 +47,9 @@ struct alignas(16) Schedule {
   int32_t next_item;
   int32_t finished_ctas;
 };
+
+// Chunk lengths that are chosen from a batch are multiples of so many keys, and so of what a CTA takes at a time.
+constexpr int32_t kChunkKeys = 128;
 
 struct ScheduleParams {
   int32_t num_requests;
@@ -66,13 +69,11 @@ struct ScheduleParams {
   bool causal;
   int32_t window_left;  // -1: none
 
-  int32_t tile_rows;       // packed rows (token * group + head in group) of a tile
-  int32_t block_keys;      // chunk lengths are multiples of it
-  int32_t min_chunk;       // keys that are not worth cutting further
-  int32_t num_ctas;        // of the attention kernel
-  int32_t chunks_per_cta;  // how fine to cut: the more, the evener, and the more merging
-  int32_t fixed_chunk;     // keys of a chunk; 0: chosen from the lengths; INT32_MAX: never cut
-  int32_t num_slots;       // partial states that the workspace holds
+  int32_t tile_rows;    // packed rows (token * group + head in group) of a tile
+  int32_t min_chunk;    // keys that are not worth cutting further
+  int32_t num_ctas;     // of the attention kernel
+  int32_t fixed_chunk;  // keys of a chunk; 0: chosen from the lengths; INT32_MAX: never cut
+  int32_t num_slots;    // partial states that the workspace holds
 
   Request* requests;  // [num_requests]
   Schedule* schedule;
@@ -93,8 +94,8 @@ struct AttentionParams {
   float* lse;  // [q_tokens, num_kv_heads * group], base 2; null if not wanted
   int64_t lse_stride_token, lse_stride_head;
 
-  // Key j of a request lies in page page_table[kv_begin + j / page_size], slot j % page_size. Without a page table it is
-  // token kv_begin + j, which counts as a page of one slot.
+  // Key j of a request lies in page page_table[kv_begin + j / page_size], slot j % page_size. Without a page table it
+  // is token kv_begin + j, which counts as a page of one slot.
   const void* k;
   int64_t k_stride_page, k_stride_slot, k_stride_head;
   const void* v;
@@ -106,7 +107,7 @@ struct AttentionParams {
   uint32_t page_magic, page_shift;    // see fast_divisor below
   uint32_t group_magic, group_shift;  // likewise, of group
 
-  float sm_scale, logits_soft_cap, v_scale;            // logits_soft_cap is read by kernels compiled with soft cap
+  float sm_scale, logits_soft_cap, v_scale;              // logits_soft_cap is read by kernels compiled with soft cap
   const float *q_scale_ptr, *k_scale_ptr, *v_scale_ptr;  // one float each, or null: more factors of the same kind
   bool causal;
   int32_t window_left;         // -1: none
@@ -158,8 +159,8 @@ constexpr int32_t kWorkBytes = 80;  // of the item in work, see struct Work in c
 constexpr int32_t result_row(int32_t dim_vo) { return (dim_vo + 15) / 16 * 16 + 8; }
 
 // Dynamic shared memory of a CTA: queries and the teams' rings of keys and values, whose place the teams' results take
-// over; then the item in work. kv_bytes counts an element as it lies in shared memory: 1 for an FP8 cache that is copied as it
-// is, else 2.
+// over; then the item in work. kv_bytes counts an element as it lies in shared memory: 1 for an FP8 cache that is
+// copied as it is, else 2.
 constexpr int32_t smem_bytes(TileShape tile, int32_t dim_qk, int32_t dim_vo, int32_t kv_bytes) {
   const int32_t stage = tile.block_keys * (padded_row(dim_qk, kv_bytes) + padded_row(dim_vo, kv_bytes));
   const int32_t inputs = tile.tile_rows() * padded_row(dim_qk, 2) + tile.warps_kv * tile.stages * stage;

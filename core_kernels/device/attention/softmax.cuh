@@ -28,9 +28,7 @@ class RowRules {
 
   // The first key that a packed row sees, and the one after the last.
   __device__ int begin(int row) const { return p_.window_left < 0 ? 0 : max_of(0, position(row) - p_.window_left); }
-  __device__ int end(int row) const {
-    return p_.causal ? min_of(item_.key_end, position(row) + 1) : item_.key_end;
-  }
+  __device__ int end(int row) const { return p_.causal ? min_of(item_.key_end, position(row) + 1) : item_.key_end; }
   __device__ int position(int row) const { return token_of(p_, row) + item_.request.kv_len - item_.request.q_len; }
 
   __device__ bool visible_in_mask(int row, int key) const {

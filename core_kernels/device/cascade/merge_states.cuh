@@ -81,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(kMaxRowThreads) FIC_KERNEL(const __
   const MergeStatesParams& p = launch.merge;
   const RowPlace place = row_place(launch.shape);
   const int32_t threads = launch.shape.threads;
-  const RowIndex index = row_index(place.row, p.num_heads);
+  const RowIndex index = row_index(static_cast<uint32_t>(place.row), static_cast<uint32_t>(p.num_heads));
   const int64_t token = index.outer, head = index.inner;
   const bool written = token < p.num_tokens && (p.mask == nullptr || p.mask[token] != 0);
   const int32_t end = written ? p.head_dim / kWidth : 0;

@@ -24,9 +24,9 @@ struct IndexArray {
 
 namespace cuda {
 
-// How the threads of a CTA share out rows: `threads` take one row, `per_cta` rows make a CTA. Up to 32 threads are a
-// power of two, `1 << shift`, and stand in one warp; more are whole warps, and then the CTA has one row and shift
-// is 31.
+// How the threads of a CTA share out rows, of which there are fewer than 2^31: `threads` take one row, `per_cta` rows
+// make a CTA. Up to 32 threads are a power of two, `1 << shift`, and stand in one warp; more are whole warps, and then
+// the CTA has one row and shift is 31.
 struct RowShape {
   int32_t threads, per_cta, shift;
 };

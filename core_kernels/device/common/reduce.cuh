@@ -13,10 +13,11 @@ constexpr int kMaxRowThreads = 512;
 struct RowIndex {
   int64_t outer, inner;
 };
-__device__ inline RowIndex row_index(int64_t row, int64_t inner) {
-  if (row < inner) return {0, row};
-  const int64_t outer = row / inner;
-  return {outer, row - outer * inner};
+template <class Int>
+__device__ inline RowIndex row_index(Int row, Int inner) {
+  if (row < inner) return {0, static_cast<int64_t>(row)};
+  const Int outer = row / inner;
+  return {static_cast<int64_t>(outer), static_cast<int64_t>(row - outer * inner)};
 }
 
 template <class T>
@@ -27,12 +28,11 @@ __device__ inline void* row_at(const Rows& rows, RowIndex index) {
 
 // The row of this thread, and its place among the threads of that row.
 struct RowPlace {
-  int64_t row;
-  int32_t lane;
+  int32_t row, lane;
 };
 __device__ inline RowPlace row_place(const RowShape& shape) {
   const uint32_t in_cta = shape.shift == 31 ? 0 : threadIdx.x >> shape.shift;
-  return {static_cast<int64_t>(blockIdx.x) * shape.per_cta + in_cta,
+  return {static_cast<int32_t>(blockIdx.x * shape.per_cta + in_cta),
           static_cast<int32_t>(threadIdx.x - (in_cta << shape.shift))};
 }
 

@@ -1,9 +1,10 @@
 // RMSNorm and layer norm over rows, with or without a residual that is added first.
 //
 // A row is shared by 4 to 512 threads, in vectors of 16 bytes where the layout allows it and element by element where
-// it does not. Each thread asks for all its vectors (up to 32 numbers) and their weights before it uses the first, and
-// keeps them in registers, so a row of up to 16,384 numbers is read once; what lies past that is read a second time,
-// from L2. The host gives a row more threads when there are few rows: then latency counts, not bandwidth.
+// it does not. Each thread asks for all its vectors (up to 32 numbers) before it uses the first, and keeps them in
+// registers, so a row of up to 16,384 numbers is read once; what lies past that is read a second time, from L2. Weights
+// are asked for together with the row if they take few registers. The host gives a row more threads when there are few
+// rows: then latency counts, not bandwidth.
 //
 // Roofline: a row of n numbers moves 2n numbers (4n with a residual) and costs about 4n operations. DRAM bounds many
 // rows: 64 us for 8192 x 8192 in bf16 at the 4.2 TB/s of an H200, with a residual 128 us. Few rows take what a launch
@@ -20,6 +21,7 @@ using W = Number<DType{FIC_WEIGHT_DTYPE}>;
 constexpr bool kLayer = FIC_LAYER, kAdd = FIC_ADD;
 constexpr int kWidth = FIC_VECTORS ? 16 / T::kBytes : 1;  // numbers of a vector
 constexpr int kKept = kWidth == 1 ? 8 : 32 / kWidth;      // vectors that a thread keeps
+constexpr bool kWeightsAhead = !kLayer && W::kBytes == 2;
 using Floats = float[kWidth];
 
 struct Row {
@@ -98,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(kMaxRowThreads) FIC_KERNEL(const __
   __shared__ float scratch[2][kMaxRowThreads / 32];
   const NormParams& p = launch.norm;
   const RowPlace place = row_place(launch.shape);
-  const RowIndex index = row_index(place.row, p.inner);
+  const RowIndex index = row_index(static_cast<uint32_t>(place.row), static_cast<uint32_t>(p.inner));
   const Row row{row_at<T>(p.in, index), row_at<T>(p.out, index), row_at<T>(p.residual, index)};
   const int64_t dim = index.outer < p.outer ? p.dim : 0;  // threads past the last row only take part in the sums
   const int32_t first = place.lane * kWidth, step = launch.shape.threads * kWidth;
@@ -113,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(kMaxRowThreads) FIC_KERNEL(const __
   }
 #pragma unroll
   for (int i = 0; i < kKept; ++i) {
-    if (first + i * step < kept_end) weights[i].load(p, first + i * step);
+    if (kWeightsAhead && first + i * step < kept_end) weights[i].load(p, first + i * step);
   }
   allow_next_kernel();
 
@@ -141,7 +143,10 @@ extern "C" __global__ void __launch_bounds__(kMaxRowThreads) FIC_KERNEL(const __
 
 #pragma unroll
   for (int i = 0; i < kKept; ++i) {
-    if (first + i * step < kept_end) finish(p, row, first + i * step, kept[i], weights[i], mean, scale);
+    if (first + i * step < kept_end) {
+      if (!kWeightsAhead) weights[i].load(p, first + i * step);
+      finish(p, row, first + i * step, kept[i], weights[i], mean, scale);
+    }
   }
   for (int64_t offset = first + kKept * step; offset < dim; offset += step) {
     Piece piece;

@@ -1,9 +1,9 @@
 // Warp-level matrix products (mma.sync m16n8k16, float32 sums) and the loads that feed them.
 //
 // With gr = lane / 4 and tq = lane % 4 a lane holds
-//   A (16 x 16)  a[0] = A[gr][2 tq, 2 tq + 1], a[1] = A[gr + 8][same], a[2] = A[gr][2 tq + 8, 2 tq + 9], a[3] = A[gr + 8][..]
-//   B (16 x 8)   b0 = B[2 tq, 2 tq + 1][gr], b1 = B[2 tq + 8, 2 tq + 9][gr]
-//   C (16 x 8)   c[0], c[1] = C[gr][2 tq, 2 tq + 1], c[2], c[3] = C[gr + 8][same]
+//   A (16 x 16)  a[0] = A[gr][2 tq, 2 tq + 1], a[1] = A[gr + 8][same], a[2] = A[gr][2 tq + 8, 2 tq + 9], a[3] = A[gr +
+//   8][..] B (16 x 8)   b0 = B[2 tq, 2 tq + 1][gr], b1 = B[2 tq + 8, 2 tq + 9][gr] C (16 x 8)   c[0], c[1] = C[gr][2
+//   tq, 2 tq + 1], c[2], c[3] = C[gr + 8][same]
 #pragma once
 
 #include <cstdint>
