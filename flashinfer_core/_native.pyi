@@ -1,5 +1,7 @@
 # The extension module, see core_kernels/host/bindings.cpp. Tensors are passed as addresses, strides and sizes.
 
+from collections.abc import Sequence
+
 _Rows = tuple[int, int, int]
 _Indices = tuple[int, bool, int, int]
 _Rope = tuple[int, ...]
@@ -40,9 +42,7 @@ def batch_indices_positions(
     call: _Call, append_indptr: _Indices, seq_lens: _Indices, nnz: int, batch_indices: int, batch_indices_stride: int,
     positions: int, positions_stride: int, /,
 ) -> None: ...  # fmt: skip
-def seq_lens(
-    call: _Call, kv_indptr: _Indices, kv_last_page_len: _Indices, page_size: int, out: int, /
-) -> None: ...
+def seq_lens(call: _Call, kv_indptr: _Indices, kv_last_page_len: _Indices, page_size: int, out: int, /) -> None: ...
 def merge_states(
     call: _Call, dtype: int, num_tokens: int, num_heads: int, head_dim: int, num_states: int, first: _State,
     second: _State, v_stride_state: int, s_stride_state: int, out: _State, mask: int, /,
@@ -78,7 +78,7 @@ class AttentionPlan:
 
 # core_kernels/host/bind_cuda_attention.cpp
 class HostBatch:
-    def __init__(self, batch: _Batch, queries: bool, keys: bool, group: int, names: _Names) -> None: ...
+    def __init__(self, batch: _Batch, queries: bool, keys: bool, group: int, names: _Names, /) -> None: ...
     def num_slots(self, chunk: int, tile_rows: int, group: int, num_kv_heads: int) -> int: ...
     has_keys: bool
     num_queries: int | None
@@ -93,21 +93,21 @@ class AttentionKernel:
 
 class CudaAttentionPlan:
     def __init__(
-        self, batch: _Batch, num_kv_heads: int, group: int, causal: bool, window_left: int, tile_rows: int,
-        min_chunk: int, num_ctas: int, fixed_chunk: int, num_slots: int,
+        self, scheduler: CudaKernel, stream: int, batch: _Batch, num_kv_heads: int, group: int, causal: bool,
+        window_left: int, tile_rows: int, min_chunk: int, num_ctas: int, fixed_chunk: int, num_slots: int,
         requests: int, schedule: int, status: AttentionStatus, page_table_size: int, partial_o: int, partial_lse: int,
-        arrivals: int,
+        arrivals: int, /,
     ) -> None: ...  # fmt: skip
-    def schedule(self, kernel: CudaKernel, stream: int) -> None: ...
     def run(
         self, layout: TensorLayout, run: _Run, kernel: AttentionKernel, stream: int, scales: tuple[int, int, int],
         mask_bytes: int, rope_positions: int, /,
-    ) -> None: ...  # fmt: skip
+    ) -> bool: ...  # fmt: skip
 
 def attention_smem_bytes(
     warps_m: int, warps_kv: int, rows_per_warp: int, block_keys: int, stages: int, dim_qk: int, dim_vo: int,
     kv_bytes: int, /,
 ) -> int: ...  # fmt: skip
+def copy_to_device(copies: Sequence[tuple[int, int, int, int, int]], stream: int, device: int, /) -> None: ...
 def is_capturing(stream: int, device: int) -> bool: ...
 
 # core_kernels/host/bind_cuda.cpp

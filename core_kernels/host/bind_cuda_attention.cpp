@@ -52,11 +52,13 @@ std::optional<std::vector<int32_t>> kv_lens(const HostBatch& batch) {
   return batch.keys->lens;
 }
 
-CudaAttentionPlan* make_plan(const BatchTuple& batch, int32_t num_kv_heads, int32_t group, bool causal,
-                             int32_t window_left, int32_t tile_rows, int32_t min_chunk, int32_t num_ctas,
-                             int32_t fixed_chunk, int32_t num_slots, Address requests, Address schedule,
-                             const AttentionStatus& status, int64_t page_table_size, Address partial_o,
-                             Address partial_lse, Address arrivals) {
+// Makes a plan and queues the kernel `scheduler`, which makes its work list.
+std::unique_ptr<CudaAttentionPlan> make_plan(const CudaKernel& scheduler, uintptr_t stream, const BatchTuple& batch,
+                                             int32_t num_kv_heads, int32_t group, bool causal, int32_t window_left,
+                                             int32_t tile_rows, int32_t min_chunk, int32_t num_ctas,
+                                             int32_t fixed_chunk, int32_t num_slots, Address requests, Address schedule,
+                                             const AttentionStatus& status, int64_t page_table_size, Address partial_o,
+                                             Address partial_lse, Address arrivals) {
   const BatchArrays arrays = batch_arrays(batch);
   cuda::ScheduleParams s{};
   s.num_requests = static_cast<int32_t>(arrays.num_requests);
@@ -96,15 +98,19 @@ CudaAttentionPlan* make_plan(const BatchTuple& batch, int32_t num_kv_heads, int3
   p.partial_o = pointer<float>(partial_o);
   p.partial_lse = pointer<float>(partial_lse);
   p.arrivals = pointer<int32_t>(arrivals);
-  return new CudaAttentionPlan(s, p);
+  auto plan = std::make_unique<CudaAttentionPlan>(s, p);
+  plan->schedule(scheduler, stream);
+  return plan;
 }
 
 // Further factors of the logits (the first two) and of the output: one float each, in the GPU's memory, or 0.
 using ScaleTuple = std::tuple<Address, Address, Address>;
 
-void run_plan(const CudaAttentionPlan& plan, const TensorLayout& layout, const RunTuple& run,
+// Returns whether the run was queued: not while a fault waits to be raised.
+bool run_plan(const CudaAttentionPlan& plan, const TensorLayout& layout, const RunTuple& run,
               const AttentionKernel& kernel, uintptr_t stream, const ScaleTuple& scales, int64_t mask_bytes,
               int64_t rope_positions) {
+  if (plan.has_fault()) return false;
   cuda::AttentionParams p = plan.planned();
   set_run(p, layout, run);
   p.q_tokens = layout.q_tokens;
@@ -118,6 +124,19 @@ void run_plan(const CudaAttentionPlan& plan, const TensorLayout& layout, const R
   p.rope_positions = rope_positions;
   py::gil_scoped_release release;
   plan.run(kernel, stream, p);
+  return true;
+}
+
+// Address on the device; address in host memory, rows, and their bytes and distance.
+using CopyTuple = std::tuple<Address, Address, size_t, size_t, size_t>;
+
+void copy_all(const std::vector<CopyTuple>& tuples, uintptr_t stream, int device) {
+  std::vector<HostCopy> copies;
+  copies.reserve(tuples.size());
+  for (const auto& [dst, src, num_rows, row_bytes, row_stride] : tuples) {
+    copies.push_back({dst, pointer<const char>(src), num_rows, row_bytes, row_stride});
+  }
+  copy_to_device(copies, stream, device);
 }
 
 std::optional<std::tuple<int, int32_t, int64_t>> take_fault(AttentionStatus& status) {
@@ -135,8 +154,7 @@ int32_t attention_smem_bytes(int32_t warps_m, int32_t warps_kv, int32_t rows_per
 
 void bind_cuda_attention(py::module_& m) {
   py::class_<HostBatch>(m, "HostBatch")
-      .def(py::init(&check_batch), py::arg("batch"), py::arg("queries"), py::arg("keys"), py::arg("group"),
-           py::arg("names"))
+      .def(py::init(&check_batch))
       .def("num_slots", &HostBatch::num_slots, py::arg("chunk"), py::arg("tile_rows"), py::arg("group"),
            py::arg("num_kv_heads"))
       .def_property_readonly("has_keys", [](const HostBatch& batch) { return batch.keys.has_value(); })
@@ -150,14 +168,9 @@ void bind_cuda_attention(py::module_& m) {
              return AttentionKernel{std::move(kernel), threads, smem};
            }),
            py::arg("kernel"), py::arg("threads"), py::arg("smem"));
-  py::class_<CudaAttentionPlan>(m, "CudaAttentionPlan")
-      .def(py::init(&make_plan), py::arg("batch"), py::arg("num_kv_heads"), py::arg("group"), py::arg("causal"),
-           py::arg("window_left"), py::arg("tile_rows"), py::arg("min_chunk"), py::arg("num_ctas"),
-           py::arg("fixed_chunk"), py::arg("num_slots"), py::arg("requests"), py::arg("schedule"), py::arg("status"),
-           py::arg("page_table_size"), py::arg("partial_o"), py::arg("partial_lse"), py::arg("arrivals"))
-      .def("schedule", &CudaAttentionPlan::schedule, py::arg("kernel"), py::arg("stream"))
-      .def("run", &run_plan);
+  py::class_<CudaAttentionPlan>(m, "CudaAttentionPlan").def(py::init(&make_plan)).def("run", &run_plan);
   m.def("attention_smem_bytes", &attention_smem_bytes);
+  m.def("copy_to_device", &copy_all);
   m.def("is_capturing", &is_capturing, py::arg("stream"), py::arg("device"));
 }
 

@@ -7,7 +7,6 @@ namespace flashinfer_core {
 namespace {
 
 constexpr int kSlotsAtATime = 256;
-constexpr uint32_t kScheduleThreads = 1024;
 
 struct SlotPool {
   std::mutex mutex;
@@ -17,6 +16,11 @@ struct SlotPool {
 SlotPool& slot_pool() {
   static SlotPool pool;
   return pool;
+}
+
+// The GPU writes the fault last.
+bool is_reported(const cuda::AttentionStatus& status) {
+  return __atomic_load_n(&status.fault, __ATOMIC_ACQUIRE) != cuda::Fault::none;
 }
 
 }  // namespace
@@ -40,17 +44,17 @@ AttentionStatus::~AttentionStatus() {
 }
 
 std::optional<cuda::AttentionStatus> AttentionStatus::take() {
-  // The GPU writes the fault last.
-  const cuda::Fault fault = __atomic_load_n(&slot_->fault, __ATOMIC_ACQUIRE);
-  if (fault == cuda::Fault::none) return std::nullopt;
+  if (!is_reported(*slot_)) return std::nullopt;
   const cuda::AttentionStatus found = *slot_;
   __atomic_store_n(&slot_->fault, cuda::Fault::none, __ATOMIC_RELEASE);
   return found;
 }
 
 void CudaAttentionPlan::schedule(const CudaKernel& kernel, uintptr_t stream) const {
-  if (schedule_.num_requests > 0) kernel.launch(Grid{1, 1, 1}, kScheduleThreads, 0, stream, schedule_);
+  if (schedule_.num_requests > 0) kernel.launch(Grid{1, 1, 1}, cuda::kScheduleThreads, 0, stream, schedule_);
 }
+
+bool CudaAttentionPlan::has_fault() const { return is_reported(*planned_.status); }
 
 void CudaAttentionPlan::run(const AttentionKernel& kernel, uintptr_t stream,
                             const cuda::AttentionParams& params) const {

@@ -47,6 +47,9 @@ class CudaAttentionPlan {
 
   const cuda::AttentionParams& planned() const { return planned_; }
 
+  // Whether a fault has been reported that nobody has taken.
+  bool has_fault() const;
+
   // Queues a run; `params` are the planned ones, completed with tensors, scales and masks.
   void run(const AttentionKernel& kernel, uintptr_t stream, const cuda::AttentionParams& params) const;
 

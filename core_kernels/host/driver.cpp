@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 
 #include <cstring>
+#include <list>
 #include <map>
 #include <mutex>
 #include <stdexcept>
@@ -16,6 +17,7 @@ using Context = void*;
 using Module = void*;
 using Function = void*;
 using Stream = void*;
+using Event = void*;
 
 enum DeviceAttribute {
   kMultiprocessorCount = 16,
@@ -29,7 +31,8 @@ enum FunctionAttribute { kSharedSizeBytes = 1, kLocalSizeBytes = 3, kNumRegs = 4
 enum HostAllocFlag : unsigned { kPortable = 1, kDeviceMap = 2 };
 constexpr int kCaptureModeRelaxed = 2;
 constexpr int kProgrammaticStreamSerialization = 6;  // CUlaunchAttributeID
-constexpr Result kErrorNoDevice = 100;
+constexpr unsigned kEventDisableTiming = 2;
+constexpr Result kErrorNoDevice = 100, kErrorNotReady = 600;
 
 struct LaunchAttribute {  // CUlaunchAttribute
   int id;
@@ -74,6 +77,9 @@ struct Driver {
                           void**, void**);
   Result (*mem_host_alloc)(void**, size_t, unsigned);
   Result (*memcpy_htod_async)(uintptr_t, const void*, size_t, Stream);
+  Result (*event_create)(Event*, unsigned);
+  Result (*event_record)(Event, Stream);
+  Result (*event_query)(Event);
   Result (*stream_is_capturing)(Stream, int*);
   Result (*exchange_capture_mode)(int*);
   // Null in older drivers.
@@ -107,6 +113,9 @@ struct Driver {
     need(launch_kernel, "cuLaunchKernel");
     need(mem_host_alloc, "cuMemHostAlloc");
     need(memcpy_htod_async, "cuMemcpyHtoDAsync_v2");
+    need(event_create, "cuEventCreate");
+    need(event_record, "cuEventRecord");
+    need(event_query, "cuEventQuery");
     need(stream_is_capturing, "cuStreamIsCapturing");
     need(exchange_capture_mode, "cuThreadExchangeStreamCaptureMode");
     find(launch_kernel_ex, "cuLaunchKernelEx");
@@ -231,6 +240,55 @@ class RelaxedCapture {
 
 Stream stream_handle(uintptr_t stream) { return reinterpret_cast<Stream>(stream); }
 
+// Blocks of pinned memory for copies to one device, whose context is current in each call. A block is free again when
+// the copies from it are done; while all are in use there are new ones, so that nothing waits.
+class StagingPool {
+ public:
+  struct Block {
+    char* memory;
+    size_t bytes;
+    Event copied;
+  };
+
+  Block take(size_t bytes) {
+    const RelaxedCapture relaxed;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (auto block = free_.begin(); block != free_.end(); ++block) {
+      if (block->bytes < bytes) continue;
+      const Result state = library().event_query(block->copied);
+      if (state == kErrorNotReady) continue;
+      check("cuEventQuery", state);
+      const Block found = *block;
+      free_.erase(block);
+      return found;
+    }
+    size_t size = kLeastBytes;
+    while (size < bytes) size *= 2;
+    Block made{static_cast<char*>(host_alloc(size)), size, nullptr};
+    check("cuEventCreate", library().event_create(&made.copied, kEventDisableTiming));
+    return made;
+  }
+
+  // To be called when the copies from a block are queued.
+  void give_back(const Block& block, Stream stream) {
+    check("cuEventRecord", library().event_record(block.copied, stream));
+    const std::lock_guard<std::mutex> lock(mutex_);
+    free_.push_back(block);
+  }
+
+ private:
+  static constexpr size_t kLeastBytes = 1 << 16;
+  std::mutex mutex_;
+  std::list<Block> free_;  // or soon to be, the one that was used first in front
+};
+
+StagingPool& staging_pool(int device) {
+  static std::mutex mutex;
+  static std::map<int, StagingPool> pools;  // whose elements stay where they are
+  const std::lock_guard<std::mutex> lock(mutex);
+  return pools[device];
+}
+
 }  // namespace
 
 std::optional<int> cuda_driver_version() {
@@ -340,9 +398,33 @@ void* host_alloc(size_t bytes) {
   return address;
 }
 
-void copy_to_device(uintptr_t dst, const void* src, size_t bytes, uintptr_t stream, int device) {
+void copy_to_device(const std::vector<HostCopy>& copies, uintptr_t stream, int device) {
+  size_t bytes = 0;
+  for (const HostCopy& copy : copies) bytes += copy.num_rows * copy.row_bytes;
+  if (bytes == 0) return;
   const Current current(device_at(device, true).context);
-  check("cuMemcpyHtoDAsync", library().memcpy_htod_async(dst, src, bytes, stream_handle(stream)));
+  StagingPool& pool = staging_pool(device);
+  StagingPool::Block block = pool.take(bytes);
+  char *first = block.memory, *next = first;  // of what the next copy of the driver takes
+  uintptr_t first_dst = copies.front().dst;
+  const auto flush = [&] {
+    const size_t size = static_cast<size_t>(next - first);
+    if (size > 0) {
+      check("cuMemcpyHtoDAsync", library().memcpy_htod_async(first_dst, first, size, stream_handle(stream)));
+    }
+    first = next;
+  };
+  for (const HostCopy& copy : copies) {
+    if (copy.dst != first_dst + static_cast<size_t>(next - first)) {
+      flush();
+      first_dst = copy.dst;
+    }
+    for (size_t row = 0; row < copy.num_rows; ++row, next += copy.row_bytes) {
+      std::memcpy(next, copy.src + row * copy.row_stride, copy.row_bytes);
+    }
+  }
+  flush();
+  pool.give_back(block, stream_handle(stream));
 }
 
 bool is_capturing(uintptr_t stream, int device) {

@@ -12,6 +12,7 @@
 #include <optional>
 #include <string>
 #include <type_traits>
+#include <vector>
 
 namespace flashinfer_core {
 
@@ -81,8 +82,16 @@ class CudaKernel {
 // Pinned memory for all devices, which use the same address; zeroed, never freed.
 void* host_alloc(size_t bytes);
 
-// Queues a copy; asynchronous if src is pinned memory, which must then stay as it is until the copy is done.
-void copy_to_device(uintptr_t dst, const void* src, size_t bytes, uintptr_t stream, int device);
+// Rows of equal size and distance in host memory, and where they go to on a device, one after the other.
+struct HostCopy {
+  uintptr_t dst;
+  const char* src;
+  size_t num_rows, row_bytes, row_stride;
+};
+
+// Queues copies, those to addresses that follow each other as one. The sources are read before the call returns, into
+// pinned memory; nothing waits for the device.
+void copy_to_device(const std::vector<HostCopy>& copies, uintptr_t stream, int device);
 
 // Whether a CUDA graph is being captured from the stream.
 bool is_capturing(uintptr_t stream, int device);

@@ -68,9 +68,10 @@ RopeGrid share_out(const CudaCall& call, cuda::RopeLaunch& p) {
   const auto& [q, k] = rope.heads;
   const bool in_place = q.in == q.out && k.in == k.out;
   const int64_t elements = width(call, rope.dtype);
+  p.num_heads = static_cast<int32_t>(q.num_heads + k.num_heads);
   p.rotations = static_cast<int32_t>(rope.rotary_dim / 2 / elements);
   p.copies = in_place ? 0 : static_cast<int32_t>((rope.head_dim - rope.rotary_dim) / elements);
-  const int64_t tasks = (q.num_heads + k.num_heads) * (p.rotations + p.copies);  // of a token
+  const int64_t tasks = static_cast<int64_t>(p.num_heads) * (p.rotations + p.copies);  // of a token
   if (tasks == 0 || rope.num_tokens == 0) return {};
 
   constexpr int64_t kMaxTableBytes = 48 << 10;

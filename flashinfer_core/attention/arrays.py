@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -47,22 +47,25 @@ class Buffer(NamedTuple):
     tensor: torch.Tensor | None
     exact: bool = True  # whether it must have exactly as many elements as the array
 
-    def fill(self, values: torch.Tensor) -> torch.Tensor:
-        """Copy an array into the buffer and return the part in use; values for a GPU lie there or in pinned memory."""
+    def part(self, size: int) -> torch.Tensor:
+        """Return the part that an array of so many elements takes."""
         if self.tensor is None:
             raise ValueError(f"{self.name}: expected a tensor, since use_cuda_graph is set, got None")
-        size, space = values.numel(), self.tensor.numel()
+        space = self.tensor.numel()
         if space < size or (self.exact and space != size):
             what = f"{size} elements" if self.exact else f"at least {size} elements"
             raise ValueError(f"{self.name}: expected {what}, got {space}; the batch is fixed with use_cuda_graph")
-        part = self.tensor[:size]
+        return self.tensor[:size]
+
+    def fill(self, values: torch.Tensor) -> torch.Tensor:
+        """Copy an array that is on the buffer's device into it and return the part in use."""
+        part = self.part(values.numel())
         if part.data_ptr() != values.data_ptr():
             part.copy_(values, non_blocking=True)
         return part
 
 
-@dataclass(frozen=True)
-class BatchArrays:
+class BatchArrays(NamedTuple):
     """Where the query rows and the keys of each request are, see `AttentionPlan`."""
 
     num_requests: int
@@ -136,8 +139,10 @@ class BatchArrays:
         Raises `ValueError` for an array that is neither there nor, for a plan on a GPU, in host memory.
         """
         arrays = self.tensors()
-        on_gpu = (t.device for t in arrays.values() if not t.is_cpu)
-        device = next(on_gpu, torch.device("cpu")) if wanted is None else wanted
+        if wanted is None:
+            device = next((t.device for t in arrays.values() if not t.is_cpu), torch.device("cpu"))
+        else:
+            device = wanted
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         for member, t in arrays.items():
@@ -158,44 +163,52 @@ class BatchArrays:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the arrays that there are, by the members of `ArgumentNames`."""
-        arrays = {
-            "qo_indptr": self.qo_indptr,
-            self.table_name: self.table,
-            "kv_indptr": self.kv_indptr,
-            "kv_last_page_len": self.kv_last_page_len,
-            "kv_lens": self.kv_lens,
-        }
-        return {member: array for member, array in arrays.items() if array is not None}
+        found = {}
+        if self.qo_indptr is not None:
+            found["qo_indptr"] = self.qo_indptr
+        if self.table is not None:
+            found[self.table_name] = self.table
+        if self.kv_indptr is not None:
+            found["kv_indptr"] = self.kv_indptr
+        if self.kv_last_page_len is not None:
+            found["kv_last_page_len"] = self.kv_last_page_len
+        if self.kv_lens is not None:
+            found["kv_lens"] = self.kv_lens
+        return found
 
     def moved(self, arrays: Mapping[str, torch.Tensor]) -> BatchArrays:
         """Return the same batch with copies of some of `tensors`; the copy of a dense table has no gaps."""
         fields: dict[str, Any] = {
             "table" if member in ("block_table", "kv_indices") else member: t for member, t in arrays.items()
         }
-        moved = replace(self, **fields)
-        return replace(moved, row_stride=self.table_size) if "block_table" in arrays else moved
+        if "block_table" in arrays:
+            fields["row_stride"] = self.table_size
+        return self._replace(**fields)
 
     def in_buffers(self, buffers: Mapping[str, Buffer]) -> BatchArrays:
         """Return the batch with its arrays copied into those buffers that there are."""
         return self.moved({name: buffers[name].fill(t) for name, t in self.tensors().items() if name in buffers})
 
-    def native(self, address: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr) -> NativeBatch:
-        """Return the members of BatchArrays in core_kernels/host/batch.h."""
+    def native(self, addresses: Mapping[str, int] | None = None) -> NativeBatch:
+        """Return the members of BatchArrays in core_kernels/host/batch.h.
 
-        def of(array: torch.Tensor | None) -> int:
-            return 0 if array is None else address(array)
-
+        `addresses` are those of the arrays, by the members of `ArgumentNames`, 0 for one that is not there; the default
+        is where they are.
+        """
+        if addresses is None:
+            addresses = {member: t.data_ptr() for member, t in self.tensors().items()}
+        of = addresses.get
         return (
             self.num_requests,
-            of(self.qo_indptr),
+            of("qo_indptr", 0),
             self.q_len,
             self.page_size,
-            of(self.table),
+            of(self.table_name, 0),
             self.table_size,
             self.row_stride,
-            of(self.kv_indptr),
-            of(self.kv_last_page_len),
-            of(self.kv_lens),
+            of("kv_indptr", 0),
+            of("kv_last_page_len", 0),
+            of("kv_lens", 0),
         )
 
 

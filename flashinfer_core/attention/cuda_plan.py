@@ -6,6 +6,7 @@ pinned memory, and raised by the next call. Arrays in host memory are checked an
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +17,8 @@ from flashinfer_core.attention.arrays import ArgumentNames, BatchArrays
 from flashinfer_core.attention.kernels import Features, Variant, load_attention, load_schedule, smem_of
 from flashinfer_core.attention.layout import Layout
 from flashinfer_core.attention.memory import PlanMemory
-from flashinfer_core.attention.options import GpuScales
-from flashinfer_core.attention.tiles import choose_tile, ctas_per_sm, tile_name
+from flashinfer_core.attention.options import NO_GPU_SCALES, GpuScales
+from flashinfer_core.attention.tiles import Tile, choose_tile, ctas_per_sm, tile_name
 
 _NEVER_CUT = 2**31 - 1
 _SCHEDULE_BYTES, _REQUEST_BYTES = 16, 32  # of the structs of core_kernels/device/attention/params.h
@@ -35,9 +36,9 @@ class CudaBatch:
     tile: str
 
     def __post_init__(self) -> None:
-        device = self.memory.device.index
-        self._stream = current_stream(device)  # on which the memory was made, and whose order guards it
-        self._needs_direct = _native.cuda_device(device).compute_capability < 80
+        self._device = self.memory.device.index
+        self._stream = current_stream(self._device)  # on which the memory was made, and whose order guards it
+        self._needs_direct = _needs_direct(self._device)
 
     @property
     def num_queries(self) -> int | None:
@@ -65,28 +66,22 @@ class CudaBatch:
         scales: GpuScales,
     ) -> None:
         """Queue a run on torch's current stream of the GPU; `arguments` are those of native code."""
-        self.memory.raise_fault()
-        device = self.memory.device.index
+        device = self._device
         stream = current_stream(device)
         if stream != self._stream:
             self._used_on(stream)
         q, k, v, out = arguments[:4]
         rope = rope_cos_sin is not None
         direct = rope or self._needs_direct or not layout.aligned or (q | k | v | out) % 16 != 0
-        features = Features(direct, soft_cap, alibi, custom_mask is not None, rope)
+        features = (direct, soft_cap, alibi, custom_mask is not None, rope)
         kernel = layout.kernels.get(features)
         if kernel is None:
-            variant = Variant(*layout.dtypes, *self.head_dims, self.tile, features)
+            variant = Variant(*layout.dtypes, *self.head_dims, self.tile, Features(*features))
             kernel = layout.kernels[features] = load_attention(variant, device)
-        self.native.run(
-            layout.native,
-            arguments,
-            kernel,
-            stream,
-            _addresses(scales),
-            0 if custom_mask is None else custom_mask.numel(),
-            0 if rope_cos_sin is None else rope_cos_sin.shape[0],
-        )
+        mask_bytes = 0 if custom_mask is None else custom_mask.numel()
+        positions = 0 if rope_cos_sin is None else rope_cos_sin.shape[0]
+        while not self.native.run(layout.native, arguments, kernel, stream, _addresses(scales), mask_bytes, positions):
+            self.memory.raise_fault()
 
     def _used_on(self, stream: int) -> None:
         """Keep the memory from other uses until what was queued on another stream is done."""
@@ -97,7 +92,7 @@ class CudaBatch:
 
 
 def _addresses(scales: GpuScales) -> tuple[int, int, int]:
-    if scales == (None, None, None):
+    if scales is NO_GPU_SCALES:
         return 0, 0, 0
     q, k, v = (0 if scale is None else scale.data_ptr() for scale in scales)
     return q, k, v
@@ -130,11 +125,7 @@ def schedule(
     invariant = disable_split_kv or fixed_split_size is not None
     if memory.tile is None or memory.buffers is None:
         memory.tile = _tile_of(arrays, host, group, q_len_hint, invariant)
-    smem = smem_of(device)
-    choose_tile(memory.tile, head_dim_qk, head_dim_vo, 2, smem.of_cta)  # refuses what does not fit
-    tile = choose_tile(memory.tile, head_dim_qk, head_dim_vo, kv_bytes, smem.of_cta)
-    num_ctas = ctas_per_sm(tile, head_dim_qk, head_dim_vo, kv_bytes, smem.of_sm)
-    num_ctas *= _native.cuda_device(device).num_sms
+    tile, num_ctas = _tile_and_ctas(memory.tile, head_dim_qk, head_dim_vo, kv_bytes, device)
     if disable_split_kv:
         fixed_chunk, slots = _NEVER_CUT, 0
     elif fixed_split_size is not None:
@@ -148,40 +139,55 @@ def schedule(
         "work list", _SCHEDULE_BYTES + _REQUEST_BYTES * arrays.num_requests, torch.uint8, zero=True
     )
     partials, address, arrivals = memory.partials(slots, tile.rows, head_dim_vo)
+    work_list = head.data_ptr()
     native = _native.CudaAttentionPlan(
-        placed.native(),
-        num_kv_heads=num_kv_heads,
-        group=group,
-        causal=causal,
-        window_left=window_left,
-        tile_rows=tile.rows,
-        min_chunk=tile.min_chunk,
-        num_ctas=num_ctas,
-        fixed_chunk=fixed_chunk,
-        num_slots=slots,
-        requests=head.data_ptr() + _SCHEDULE_BYTES,
-        schedule=head.data_ptr(),
-        status=memory.status,
-        page_table_size=memory.readable(placed),
-        partial_o=address,
-        partial_lse=address + 4 * slots * tile.rows * head_dim_vo,
-        arrivals=arrivals.data_ptr(),
+        load_schedule(device),
+        current_stream(device),
+        placed.native,
+        num_kv_heads,
+        group,
+        causal,
+        window_left,
+        tile.rows,
+        tile.min_chunk,
+        num_ctas,
+        fixed_chunk,
+        slots,
+        work_list + _SCHEDULE_BYTES,
+        work_list,
+        memory.status,
+        placed.page_table_size,
+        address,
+        address + 4 * slots * tile.rows * head_dim_vo,
+        arrivals.data_ptr(),
     )
-    native.schedule(load_schedule(device), current_stream(device))
-    held = (head, partials, arrivals, *placed.tensors().values())
+    held = (head, partials, arrivals, *placed.held)
     return CudaBatch(native, host, memory, held, (head_dim_qk, head_dim_vo), memory.tile)
 
 
 def _check_on_host(arrays: BatchArrays, group: int, names: ArgumentNames) -> _native.HostBatch:
     """Check query rows and keys, each if all that says where they are is in host memory."""
-    keys = (arrays.kv_indptr, arrays.kv_last_page_len, arrays.kv_lens)
-    return _native.HostBatch(
-        arrays.native(lambda t: t.data_ptr() if t.is_cpu else 0),
-        queries=arrays.qo_indptr is None or arrays.qo_indptr.is_cpu,
-        keys=all(t is None or t.is_cpu for t in keys),
-        group=group,
-        names=names.as_tuple(),
-    )
+    tensors = arrays.tensors()
+    on_gpu = {member for member, t in tensors.items() if not t.is_cpu}
+    queries = "qo_indptr" not in on_gpu
+    keys = on_gpu.isdisjoint(("kv_indptr", "kv_last_page_len", "kv_lens"))
+    there = arrays.native({member: t.data_ptr() for member, t in tensors.items() if t.is_cpu})
+    return _native.HostBatch(there, queries, keys, group, names.as_tuple())
+
+
+@functools.cache
+def _tile_and_ctas(name: str, dim_qk: int, dim_vo: int, kv_bytes: int, device: int) -> tuple[Tile, int]:
+    """Return the tile for a kind, and how many CTAs walk such tiles on a GPU."""
+    smem = smem_of(device)
+    choose_tile(name, dim_qk, dim_vo, 2, smem.of_cta)  # refuses what does not fit
+    tile = choose_tile(name, dim_qk, dim_vo, kv_bytes, smem.of_cta)
+    return tile, ctas_per_sm(tile, dim_qk, dim_vo, kv_bytes, smem.of_sm) * _native.cuda_device(device).num_sms
+
+
+@functools.cache
+def _needs_direct(device: int) -> bool:
+    """Whether a GPU lacks the copies from global to shared memory, so that K and V go through registers."""
+    return _native.cuda_device(device).compute_capability < 80
 
 
 def _tile_of(arrays: BatchArrays, host: _native.HostBatch, group: int, q_len_hint: int | None, invariant: bool) -> str:

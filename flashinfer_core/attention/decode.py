@@ -12,7 +12,7 @@ from flashinfer_core.attention.arrays import ArgumentNames, Buffer
 from flashinfer_core.attention.deferred import takes_planned_cache, takes_short_plan
 from flashinfer_core.attention.lengths import Lengths
 from flashinfer_core.attention.options import AttentionOptions, DType, Scale
-from flashinfer_core.attention.wrapper import PagedAttentionWrapper, Result, positional, refuse_kernel_options
+from flashinfer_core.attention.wrapper import PagedAttentionWrapper, Result, refuse_kernel_options, refuse_positional
 
 _NAMES = ArgumentNames(
     qo_indptr="q_len_per_req",
@@ -222,25 +222,16 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedAttentionWrapper):
         torch.Tensor
             ``[batch * q_len_per_req, num_qo_heads, head_dim]``, and with `return_lse` the log-sum-exp.
         """
-        positional(args)
-        refuse_kernel_options(
-            skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor, kv_cache_sf=kv_cache_sf
-        )
+        if args:
+            refuse_positional(args)
+        if skip_softmax_threshold_scale_factor is not None or kv_cache_sf is not None:
+            refuse_kernel_options(
+                skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor, kv_cache_sf=kv_cache_sf
+            )
         if q_len_per_req is not None and self._plan is not None and q_len_per_req != self._q_len:
             raise ValueError(f"q_len_per_req: plan() was called with {self._q_len}, got {q_len_per_req}")
-        k, v = self._split(paged_kv_cache)
         return self._execute(
-            q,
-            k,
-            v,
-            q_scale=q_scale,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            out=out,
-            lse=lse,
-            return_lse=return_lse,
-            window_left=window_left,
-            sinks=sinks,
+            q, paged_kv_cache, q_scale, k_scale, v_scale, None, out, lse, return_lse, window_left, sinks
         )
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
@@ -263,11 +254,9 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedAttentionWrapper):
         return_lse: bool = False,
     ) -> Result:
         """Run with options given here: the older form of `run`. Those left at their defaults stay as planned."""
-        k, v = self._split(paged_kv_cache)
         return self._execute(
             q,
-            k,
-            v,
+            paged_kv_cache,
             q_scale=q_scale,
             k_scale=k_scale,
             v_scale=v_scale,

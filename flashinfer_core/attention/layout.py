@@ -8,8 +8,9 @@ import torch
 
 from flashinfer_core import _native
 from flashinfer_core._checks import DTYPE_CODES, FLOAT_DTYPES, FP8_DTYPES, check_tensor
-from flashinfer_core.attention.kernels import Q_DTYPES, Features
+from flashinfer_core.attention.kernels import Q_DTYPES
 
+Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Signature = tuple[object, ...]
 
 
@@ -21,19 +22,35 @@ class Layout:
     native: _native.TensorLayout
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
     aligned: bool  # whether the rows of tensors that begin at a multiple of 16 bytes do so too
-    kernels: dict[Features, _native.AttentionKernel] = field(default_factory=dict)  # on a GPU, see `CudaBatch.run`
+    num_pages: int  # of K; without pages tokens
+    v_offset: int  # in bytes from K to V, where one tensor holds both
+    kernels: dict[tuple[bool, ...], _native.AttentionKernel] = field(default_factory=dict)  # on a GPU, by `Features`
 
 
-def signature_of(*tensors: torch.Tensor) -> Signature:
-    """Return all that `check_layout` checks; nothing of what is not a tensor, which it then names."""
+def signature_of(q: torch.Tensor, cache: Cache, out: torch.Tensor | None) -> Signature:
+    """Return all of the tensors that is checked, as the caller brought them; nothing if one is no tensor.
+
+    K and V are not split first: views would cost more than all else here. `out` is None if it was made as planned,
+    which leaves nothing to check.
+    """
     try:
-        q, k, v, out = tensors
-        return (
-            *(q.shape, q.stride(), q.dtype, q.device, out.shape, out.stride(), out.dtype, out.device),
-            *(k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype, v.device),
-        )
-    except AttributeError:
+        first = (q.shape, q.stride(), q.dtype, q.device)
+        last = () if out is None else (out.shape, out.stride(), out.dtype, out.device)
+        if isinstance(cache, torch.Tensor):
+            return (first, last, cache.shape, cache.stride(), cache.dtype, cache.device)
+        k, v = cache
+        return (first, last, k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype, v.device)
+    except (AttributeError, TypeError, ValueError):
         return ()
+
+
+def addresses_of(cache: Cache, layout: Layout) -> tuple[int, int]:
+    """Return the addresses of K and V."""
+    if isinstance(cache, torch.Tensor):
+        address = cache.data_ptr()
+        return address, address + layout.v_offset
+    k, v = cache
+    return k.data_ptr(), v.data_ptr()
 
 
 def check_layout(
@@ -41,6 +58,7 @@ def check_layout(
     k: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor,
+    signature: Signature,
     *,
     kv_name: str,
     device: torch.device,
@@ -58,6 +76,8 @@ def check_layout(
     ----------
     q, k, v, out, kv_name
         See `AttentionPlan.run`.
+    signature
+        The `signature_of` the tensors.
     device, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size
         What was planned.
     num_queries, kv_extent
@@ -97,7 +117,8 @@ def check_layout(
         out.stride()[:2],
     )
     aligned = all(_has_aligned_rows(t) for t in (q, k, v, out))
-    return Layout(signature_of(q, k, v, out), native, (q.dtype, k.dtype, out.dtype), aligned)
+    dtypes = (q.dtype, k.dtype, out.dtype)
+    return Layout(signature, native, dtypes, aligned, k.shape[0], v.data_ptr() - k.data_ptr())
 
 
 def check_device(name: str, t: torch.Tensor, device: torch.device) -> None:

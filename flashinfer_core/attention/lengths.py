@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -10,8 +10,7 @@ from flashinfer_core._checks import check_int, check_tensor
 from flashinfer_core.attention.plan import AttentionPlan
 
 
-@dataclass(frozen=True)
-class Lengths:
+class Lengths(NamedTuple):
     """What the caller said of lengths beside the arrays that give them; checked where those are in host memory."""
 
     seq_lens: torch.Tensor | None = None

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 
 from flashinfer_core import _native
 from flashinfer_core._cuda import current_stream
-from flashinfer_core.attention.arrays import DEFAULT_NAMES, ArgumentNames, BatchArrays, Buffer
+from flashinfer_core.attention.arrays import DEFAULT_NAMES, ArgumentNames, BatchArrays, Buffer, NativeBatch
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -57,6 +59,14 @@ class Pool:
         return {name: t.numel() * t.element_size() for name, t in self._tensors.items()}
 
 
+class PlacedArrays(NamedTuple):
+    """The arrays of a batch on a GPU."""
+
+    native: NativeBatch
+    page_table_size: int  # entries that a run may read, now or in a replay
+    held: tuple[torch.Tensor, ...]  # what `native` has the addresses of
+
+
 class PlanMemory:
     """What the plans of one wrapper use on a GPU, one after the other; at any time the last of them may run.
 
@@ -92,48 +102,53 @@ class PlanMemory:
         self._table: int | None = None
         self._names, self._page_size, self._table_name = DEFAULT_NAMES, 0, ""
 
-    def place(self, arrays: BatchArrays, names: ArgumentNames) -> BatchArrays:
-        """Return the batch with every array on the GPU, in the caller's buffers if there are some."""
+    def place(self, arrays: BatchArrays, names: ArgumentNames) -> PlacedArrays:
+        """Bring every array to the GPU, into the caller's buffers if there are some."""
         tensors = arrays.tensors()
-        on_host = {member: t for member, t in tensors.items() if t.is_cpu}
-        moved: dict[str, torch.Tensor] = {}
-        if on_host:
-            if is_capturing(self.device):
-                listed = ", ".join(getattr(names, member) for member in on_host)
-                raise RuntimeError(
-                    f"{listed}: expected tensors on {self.device} while a CUDA graph is captured, since the graph "
-                    "would replay with the numbers of now, got CPU tensors"
-                )
-            sizes = [t.numel() for t in on_host.values()]
-            copies = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=True)
-            torch.cat([t.reshape(-1) for t in on_host.values()], out=copies)
-            if self.buffers is None:
-                space = self.pool.reserve("arrays", sum(sizes), torch.int32)[: sum(sizes)]
-                copies = space.copy_(copies, non_blocking=True)
-            moved = dict(zip(on_host, torch.split(copies, sizes), strict=True))
+        on_host = [member for member, t in tensors.items() if t.is_cpu]
+        stream, device = current_stream(self.device.index), self.device.index
+        if on_host and _native.is_capturing(stream, device):
+            listed = ", ".join(getattr(names, member) for member in on_host)
+            raise RuntimeError(
+                f"{listed}: expected tensors on {self.device} while a CUDA graph is captured, since the graph would "
+                "replay with the numbers of now, got CPU tensors"
+            )
+        held = {member: t for member, t in tensors.items() if not t.is_cpu}
         if self.buffers is not None:
-            for member, t in tensors.items():
-                if member in self.buffers:
-                    moved[member] = self.buffers[member].fill(moved.get(member, t))
-                elif member in moved:
-                    space = self.pool.reserve(getattr(names, member), t.numel(), torch.int32)[: t.numel()]
-                    moved[member] = space.copy_(moved[member], non_blocking=True)
-        placed = arrays.moved(moved)
+            held = {member: self.buffers[member].fill(t) if member in self.buffers else t for member, t in held.items()}
+        addresses = {member: t.data_ptr() for member, t in held.items()}
+        if on_host:
+            if self.buffers is None:
+                sizes = [4 * tensors[member].numel() for member in on_host]
+                held["arrays"] = space = self.pool.reserve("arrays", sum(sizes) // 4, torch.int32)
+                starts = itertools.accumulate(sizes, initial=space.data_ptr())
+                addresses |= zip(on_host, starts, strict=False)
+            else:
+                held |= {member: self._kept(member, tensors[member].numel(), names) for member in on_host}
+                addresses |= {member: held[member].data_ptr() for member in on_host}
+            _native.copy_to_device([(addresses[member], *_rows(tensors[member])) for member in on_host], stream, device)
+            if "block_table" in on_host:
+                arrays = arrays._replace(row_stride=arrays.table_size)
         self._names, self._page_size = names, arrays.page_size
         self._table_name = getattr(names, arrays.table_name)
-        self._check_table(placed.table)
-        return placed
+        self._check_table(addresses.get(arrays.table_name))
+        return PlacedArrays(arrays.native(addresses), self._readable(arrays), tuple(held.values()))
 
-    def readable(self, placed: BatchArrays) -> int:
+    def _kept(self, member: str, size: int, names: ArgumentNames) -> torch.Tensor:
+        """Return where an array lies in every plan of a fixed memory: in the caller's buffer if there is one."""
+        buffer = None if self.buffers is None else self.buffers.get(member)
+        if buffer is None:
+            return self.pool.reserve(getattr(names, member), size, torch.int32)
+        return buffer.part(size)
+
+    def _readable(self, arrays: BatchArrays) -> int:
         """Return how many entries of the page table a run may read, now or in a replay."""
-        table = placed.table
-        if table is None:
+        if arrays.table is None:
             return 0
-        if table.dim() == 2:
-            return table.stride(0) * (table.shape[0] - 1) + table.shape[1]
+        if arrays.kv_indptr is None:
+            return arrays.row_stride * (arrays.num_requests - 1) + arrays.table_size
         buffer = None if self.buffers is None else self.buffers.get("kv_indices")
-        held = table if placed.kv_indptr is None or buffer is None else buffer.tensor
-        return 0 if held is None else held.numel()
+        return arrays.table_size if buffer is None or buffer.tensor is None else buffer.tensor.numel()
 
     def bytes(self) -> tuple[int, int]:
         """Return the bytes for partial results, the caller's memory left aside, and for all else."""
@@ -171,10 +186,9 @@ class PlanMemory:
         }[fault]
         raise RuntimeError(f"{what}, got {value} for request {request}; found on {self.device} by an earlier call")
 
-    def _check_table(self, table: torch.Tensor | None) -> None:
-        if self.buffers is None or table is None:
+    def _check_table(self, address: int | None) -> None:
+        if self.buffers is None or address is None:
             return
-        address = table.data_ptr()
         if self._table is None:
             self._table = address
         elif self._table != address:
@@ -182,3 +196,10 @@ class PlanMemory:
                 f"{self._table_name}: expected the tensor of the first plan, since use_cuda_graph is set and captured "
                 "graphs read it, got another; copy later page tables into it"
             )
+
+
+def _rows(t: torch.Tensor) -> tuple[int, int, int, int]:
+    """Return the address of an array in host memory, its rows, and their bytes and distance."""
+    if t.dim() == 1:
+        return t.data_ptr(), 1, 4 * t.numel(), 0
+    return t.data_ptr(), t.shape[0], 4 * t.shape[1], 4 * t.stride(0)

@@ -18,7 +18,7 @@ from flashinfer_core._ops import native_op
 _owners: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _numbers = itertools.count(2)  # graphs are specialized for 0 and 1
 
-_TENSORS = "SymInt handle, Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!)? lse"
+_RESULTS = "Tensor(a!) out, Tensor(b!)? lse"
 Scale = float | torch.Tensor | None
 
 
@@ -37,9 +37,9 @@ def _owner(handle: int) -> Any:
 
 
 @native_op(
-    f"{_TENSORS}, float sm_scale, float logits_soft_cap, bool? causal, int? window_left, float v_scale, "
-    "Tensor? alibi_slopes, Tensor? sinks, Tensor? custom_mask, Tensor? mask_indptr, Tensor? rope_cos_sin, "
-    "Tensor?[] gpu_scales, str kv_name"
+    f"SymInt handle, Tensor q, Tensor k, Tensor v, {_RESULTS}, float sm_scale, float logits_soft_cap, bool? causal, "
+    "int? window_left, float v_scale, Tensor? alibi_slopes, Tensor? sinks, Tensor? custom_mask, Tensor? mask_indptr, "
+    "Tensor? rope_cos_sin, Tensor?[] gpu_scales, str kv_name"
 )
 def attention_plan_run(
     handle: int,
@@ -86,22 +86,20 @@ def attention_plan_run(
 def attention_wrapper_run(
     handle: int,
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     out: torch.Tensor,
     lse: torch.Tensor | None,
     scales: tuple[Scale, ...],
     window_left: int | None,
     sinks: torch.Tensor | None,
-    kv_name: str,
     overrides: dict[str, Any] | None,
 ) -> None:
     """`AttentionWrapper._attend` in a graph."""
     options = dict(overrides or {})
     forward_window_left = options.pop("window_left", -1)
     _attention_wrapper_run(
-        handle, q, k, v, out, lse, *separate(scales), window_left, sinks, kv_name, overrides is not None,
-        forward_window_left, **options,
+        handle, q, [cache] if isinstance(cache, torch.Tensor) else list(cache), out, lse, *separate(scales),
+        window_left, sinks, overrides is not None, forward_window_left, **options,
     )  # fmt: skip
 
 
@@ -117,22 +115,20 @@ def joined(factors: Sequence[float], tensors: Sequence[torch.Tensor | None]) -> 
 
 
 @native_op(
-    f"{_TENSORS}, float[] factors, Tensor?[] scales, int? window_left, Tensor? sinks, str kv_name, bool overridden, "
-    "int forward_window_left, bool causal=False, str pos_encoding_mode='NONE', float? logits_soft_cap=None, "
-    "float? sm_scale=None, float? rope_scale=None, float? rope_theta=None"
+    f"SymInt handle, Tensor q, Tensor[] cache, {_RESULTS}, float[] factors, Tensor?[] scales, int? window_left, "
+    "Tensor? sinks, bool overridden, int forward_window_left, bool causal=False, str pos_encoding_mode='NONE', "
+    "float? logits_soft_cap=None, float? sm_scale=None, float? rope_scale=None, float? rope_theta=None"
 )
 def _attention_wrapper_run(
     handle: int,
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    cache: Sequence[torch.Tensor],
     out: torch.Tensor,
     lse: torch.Tensor | None,
     factors: list[float],
     scales: Sequence[torch.Tensor | None],
     window_left: int | None,
     sinks: torch.Tensor | None,
-    kv_name: str,
     overridden: bool,
     forward_window_left: int,
     causal: bool = False,
@@ -152,5 +148,12 @@ def _attention_wrapper_run(
         "rope_theta": rope_theta,
     }
     _owner(handle)._attend(
-        q, k, v, out, lse, joined(factors, scales), window_left, sinks, kv_name, overrides if overridden else None
+        q,
+        cache[0] if len(cache) == 1 else tuple(cache),
+        out,
+        lse,
+        joined(factors, scales),
+        window_left,
+        sinks,
+        overrides if overridden else None,
     )

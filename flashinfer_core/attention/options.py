@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,10 +22,10 @@ _UNCHANGED = (None, False, -1, "NONE")  # the defaults of the older call forms, 
 Scale = float | torch.Tensor | None
 DType = str | torch.dtype
 GpuScales = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+NO_GPU_SCALES: GpuScales = (None, None, None)
 
 
-@dataclass(frozen=True)
-class AttentionOptions:
+class AttentionOptions(NamedTuple):
     """What happens to a score between the product q k and the softmax, the same for all rows of a call."""
 
     causal: bool = False
@@ -66,8 +65,7 @@ class AttentionOptions:
     def override(self, **given: Any) -> AttentionOptions:
         """Return these options with those keywords of `check` replaced that differ from their defaults."""
         changed = {name: value for name, value in given.items() if value not in _UNCHANGED}
-        now = {field.name: getattr(self, field.name) for field in fields(self)}
-        return AttentionOptions.check(**(now | changed))
+        return AttentionOptions.check(**(self._asdict() | changed))
 
     def scale(self, head_dim: int) -> float:
         """Return the factor of the logits."""
@@ -107,7 +105,7 @@ def join_scales(scales: tuple[Scale, Scale, Scale, Scale]) -> tuple[float, float
     """Return the factors of logits and output for scales of q, k, v and the output, and those that are on a GPU."""
     q_scale, k_scale, v_scale, o_scale = scales
     if q_scale is None and k_scale is None and v_scale is None and o_scale is None:
-        return 1.0, 1.0, (None, None, None)
+        return 1.0, 1.0, NO_GPU_SCALES
     q_factor, gpu_q_scale = split_scale("q_scale", q_scale)
     k_factor, gpu_k_scale = split_scale("k_scale", k_scale)
     v_factor, gpu_v_scale = split_scale("v_scale", v_scale)

@@ -14,10 +14,10 @@ from flashinfer_core import _native
 from flashinfer_core._checks import check_int, check_tensor
 from flashinfer_core.attention.arrays import DEFAULT_NAMES, ArgumentNames, BatchArrays, Buffer
 from flashinfer_core.attention.cuda_plan import CudaBatch, schedule
-from flashinfer_core.attention.layout import Layout, check_device, check_layout, signature_of
+from flashinfer_core.attention.layout import Layout, Signature, check_device, check_layout, signature_of
 from flashinfer_core.attention.memory import PlanMemory
 from flashinfer_core.attention.operators import attention_plan_run, register
-from flashinfer_core.attention.options import GpuScales
+from flashinfer_core.attention.options import NO_GPU_SCALES, GpuScales
 
 MAX_HEAD_DIM = _native.MAX_HEAD_DIM
 
@@ -138,7 +138,7 @@ class AttentionPlan:
         self.page_size = page_size
         self.causal = causal
         self.window_left = window_left
-        self._layout: Layout | None = None
+        self.layout: Layout | None = None  # of the last run
         self._handle = register(self)
         self._batch: _native.AttentionPlan | CudaBatch
         if self.device.type == "cpu":
@@ -196,7 +196,7 @@ class AttentionPlan:
         custom_mask: torch.Tensor | None = None,
         mask_indptr: torch.Tensor | None = None,
         rope_cos_sin: torch.Tensor | None = None,
-        gpu_scales: GpuScales = (None, None, None),
+        gpu_scales: GpuScales = NO_GPU_SCALES,
         kv_name: str = "paged_kv_cache",
     ) -> None:
         """Compute attention for every planned row, into `out` and `lse`.
@@ -243,10 +243,36 @@ class AttentionPlan:
                 sinks, custom_mask, mask_indptr, rope_cos_sin, gpu_scales, kv_name,
             )  # fmt: skip
             return
-        layout = self._layout
-        signature = signature_of(q, k, v, out)
+        layout = self.layout
+        signature = signature_of(q, (k, v), out)
         if layout is None or layout.signature != signature:
-            layout = self._layout = self._check(q, k, v, out, kv_name)
+            layout = self.check_layout(q, k, v, out, signature, kv_name)
+        self.run_checked(
+            layout, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse, sm_scale, logits_soft_cap, causal,
+            window_left, v_scale, alibi_slopes, sinks, custom_mask, mask_indptr, rope_cos_sin, gpu_scales,
+        )  # fmt: skip
+
+    def run_checked(
+        self,
+        layout: Layout,
+        q: int,
+        k: int,
+        v: int,
+        out: int,
+        lse: torch.Tensor | None,
+        sm_scale: float,
+        logits_soft_cap: float,
+        causal: bool | None,
+        window_left: int | None,
+        v_scale: float,
+        alibi_slopes: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        custom_mask: torch.Tensor | None,
+        mask_indptr: torch.Tensor | None,
+        rope_cos_sin: torch.Tensor | None,
+        gpu_scales: GpuScales,
+    ) -> None:
+        """`run` with tensors that `check_layout` has passed, by their addresses."""
         lse_address = lse_token = lse_head = 0
         if lse is not None:
             self._check_float32("lse", lse, None, self.num_qo_heads, writable=True)
@@ -268,10 +294,10 @@ class AttentionPlan:
         if sinks is not None:
             self._check_float32("sinks", sinks, self.num_qo_heads)
         arguments = (
-            q.data_ptr(),
-            k.data_ptr(),
-            v.data_ptr(),
-            out.data_ptr(),
+            q,
+            k,
+            v,
+            out,
             lse_address,
             lse_token,
             lse_head,
@@ -286,9 +312,10 @@ class AttentionPlan:
             0 if mask_indptr is None else mask_indptr.data_ptr(),
             0 if rope_cos_sin is None else rope_cos_sin.data_ptr(),
         )
-        for name, scale in zip(("q_scale", "k_scale", "v_scale"), gpu_scales, strict=True):
-            if scale is not None:
-                check_device(name, scale, self.device)
+        if gpu_scales is not NO_GPU_SCALES:
+            for name, scale in zip(("q_scale", "k_scale", "v_scale"), gpu_scales, strict=True):
+                if scale is not None:
+                    check_device(name, scale, self.device)
         if isinstance(self._batch, CudaBatch):
             self._batch.run(
                 layout, arguments, logits_soft_cap > 0, alibi_slopes is not None, custom_mask, rope_cos_sin, gpu_scales
@@ -296,12 +323,22 @@ class AttentionPlan:
         else:
             self._batch.run(layout.native, arguments)
 
-    def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, kv_name: str) -> Layout:
-        return check_layout(
+    def check_layout(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        signature: Signature,
+        kv_name: str,
+    ) -> Layout:
+        """Check the tensors of a run and remember their layout."""
+        layout = self.layout = check_layout(
             q,
             k,
             v,
             out,
+            signature,
             kv_name=kv_name,
             device=self.device,
             num_qo_heads=self.num_qo_heads,
@@ -312,6 +349,7 @@ class AttentionPlan:
             num_queries=self.num_queries or 0,
             kv_extent=self._kv_extent,
         )
+        return layout
 
     def _check_float32(self, name: str, t: torch.Tensor, *shape: int | None, writable: bool = False) -> None:
         check_tensor(name, t, dtypes=(torch.float32,), shape=shape, last_dim_contiguous=not writable, writable=writable)

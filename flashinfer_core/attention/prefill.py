@@ -11,7 +11,7 @@ from flashinfer_core.attention.arrays import ArgumentNames, Buffer
 from flashinfer_core.attention.deferred import takes_planned_cache, takes_short_plan
 from flashinfer_core.attention.lengths import Lengths
 from flashinfer_core.attention.options import AttentionOptions, DType, Scale
-from flashinfer_core.attention.wrapper import PagedAttentionWrapper, Result, positional, refuse_kernel_options
+from flashinfer_core.attention.wrapper import PagedAttentionWrapper, Result, refuse_kernel_options, refuse_positional
 
 _NAMES = ArgumentNames(
     kv_indptr="paged_kv_indptr",
@@ -249,29 +249,24 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedAttentionWrapper):
         torch.Tensor
             ``[qo_indptr[-1], num_qo_heads, head_dim_vo]``, and with `return_lse` the log-sum-exp.
         """
-        positional(args)
-        refuse_kernel_options(
-            kv_cache_sf=kv_cache_sf,
-            skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
-            use_fp16_softmax=use_fp16_softmax,
-            uses_spcompress=uses_spcompress,
-        )
-        k, v = self._split(paged_kv_cache)
+        if args:
+            refuse_positional(args)
+        if (
+            kv_cache_sf is not None
+            or skip_softmax_threshold_scale_factor is not None
+            or use_fp16_softmax is not None
+            or uses_spcompress is not None
+        ):
+            refuse_kernel_options(
+                kv_cache_sf=kv_cache_sf,
+                skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
+                use_fp16_softmax=use_fp16_softmax,
+                uses_spcompress=uses_spcompress,
+            )
         return self._execute(
-            q,
-            k,
-            v,
-            q_scale=q_scale,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            out=out,
-            lse=lse,
-            return_lse=return_lse,
-            lse_base=lse_base,
-            lse_layout=lse_layout,
-            window_left=window_left,
-            sinks=sinks,
-        )
+            q, paged_kv_cache, q_scale, k_scale, v_scale, None, out, lse, return_lse, window_left, sinks, lse_base,
+            lse_layout,
+        )  # fmt: skip
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 
@@ -294,11 +289,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedAttentionWrapper):
         return_lse: bool = False,
     ) -> Result:
         """Run with options given here: the older form of `run`. Those left at their defaults stay as planned."""
-        k, v = self._split(paged_kv_cache)
         return self._execute(
             q,
-            k,
-            v,
+            paged_kv_cache,
             k_scale=k_scale,
             v_scale=v_scale,
             return_lse=return_lse,

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 
 from flashinfer_core._checks import check_tensor
 from flashinfer_core.attention.arrays import ArgumentNames, Buffer
 from flashinfer_core.attention.deferred import takes_kv_data, takes_short_plan
+from flashinfer_core.attention.layout import Cache
 from flashinfer_core.attention.lengths import Lengths
 from flashinfer_core.attention.options import AttentionOptions, DType, Scale
-from flashinfer_core.attention.wrapper import AttentionWrapper, Result, positional, refuse_kernel_options
+from flashinfer_core.attention.wrapper import AttentionWrapper, Result, refuse_kernel_options, refuse_positional
 
 _NAMES = ArgumentNames(kv_lens="kv_indptr")
 
@@ -31,6 +31,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
     custom_mask_buf, mask_indptr_buf, backend, jit_args, jit_kwargs, variant_owns_mask
         As in `BatchPrefillWithPagedKVCacheWrapper`.
     """
+
+    _kv_name = "k and v"
 
     def __init__(
         self,
@@ -185,21 +187,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         torch.Tensor
             ``[qo_indptr[-1], num_qo_heads, head_dim_vo]``, and with `return_lse` the log-sum-exp.
         """
-        positional(args)
-        refuse_kernel_options(kv_cache_sf=kv_cache_sf)
-        return self._run(
-            q,
-            k,
-            v,
-            q_scale=q_scale,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            o_scale=o_scale,
-            out=out,
-            lse=lse,
-            return_lse=return_lse,
-            lse_base=lse_base,
-            lse_layout=lse_layout,
+        if args:
+            refuse_positional(args)
+        if kv_cache_sf is not None:
+            refuse_kernel_options(kv_cache_sf=kv_cache_sf)
+        return self._execute(
+            q, (k, v), q_scale, k_scale, v_scale, o_scale, out, lse, return_lse, None, None, lse_base, lse_layout
         )
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
@@ -222,10 +215,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         return_lse: bool = False,
     ) -> Result:
         """Run with options given here: the older form of `run`. Those left at their defaults stay as planned."""
-        return self._run(
+        return self._execute(
             q,
-            k,
-            v,
+            (k, v),
             return_lse=return_lse,
             overrides={
                 "causal": causal and self._mask is None,
@@ -240,9 +232,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
 
     forward_return_lse = functools.partialmethod(forward, return_lse=True)
 
-    def _run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Result:
+    def _split(self, cache: Cache) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = cache
         check_tensor("k", k, dtypes=None, ndim=3)
         check_tensor("v", v, dtypes=None, ndim=3)
-        if self._kv_layout == "HND":
-            k, v = k.transpose(0, 1), v.transpose(0, 1)
-        return self._execute(q, k, v, kv_name="k and v", **options)
+        return (k, v) if self._kv_layout == "NHD" else (k.transpose(0, 1), v.transpose(0, 1))

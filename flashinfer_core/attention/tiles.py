@@ -53,12 +53,11 @@ class Tile:
 TILES = {
     tile.name: tile
     for tile in (
-        # Decode, bound by DRAM: each warp streams keys of its own through three stages of 8 KiB, so an SM that holds
-        # two CTAs has 128 KiB under way. 64 requests of 2,048 keys: 4.0 TB/s; two stages and three CTAs 3.8, four
-        # stages and one CTA 3.3.
-        Tile("m16", 1, 4, 16, 16, 16, 3, ctas=2, min_chunk=256),
-        # The same bytes where a key takes half as many: FP8 caches (64 x 4,096: 3.4 TB/s, with blocks of 16 keys 2.9),
-        # and 16-bit ones at head_dim 64.
+        # Decode, bound by DRAM: each warp streams keys of its own through three stages of 8 KiB; an SM that holds two
+        # CTAs has 128 KiB under way. 64 requests of 2,048 keys: 4.0 TB/s; two stages and three CTAs 3.8, four stages
+        # and one CTA 3.3. At head_dim 64 four CTAs fit: 64 x 4,096: 4.0 TB/s, two with blocks of 32 keys 3.8.
+        Tile("m16", 1, 4, 16, 16, 16, 3, ctas=4, min_chunk=256),
+        # The same bytes in a stage where the cache is FP8: 64 x 4,096: 3.4 TB/s, with blocks of 16 keys 2.9.
         Tile("m16_k32", 1, 4, 16, 32, 16, 3, ctas=2, min_chunk=256),
         # Few tokens a request (speculation, short appends): a quarter of the rows of m128, so little padding.
         Tile("m64", 4, 1, 16, 64, 32, 2, ctas=2, min_chunk=512),
@@ -69,6 +68,9 @@ TILES = {
         # Half the output leaves registers for twice the scores, and half as many blocks have their fixed costs:
         # head_dim 64, 4 x 4,096 causal: 283 TFLOP/s, with blocks of 64 keys 252.
         Tile("m128_k128", 4, 1, 32, 128, 32, 2, ctas=2, min_chunk=512),
+        # Where two stages would leave room for one CTA only, two CTAs of one stage are better: head_dim 192 and 128,
+        # 4 x 4,096 causal: 333 TFLOP/s; one CTA of two stages 288, two of two stages with blocks of 32 keys 313.
+        Tile("m128_s1", 4, 1, 32, 64, 32, 1, ctas=2, min_chunk=512),
         # For wider output, of which a warp's registers hold 16 rows. head_dim 256, 4 x 4,096 causal: 290 TFLOP/s, at
         # the rate at which ldmatrix reads shared memory.
         Tile("m128_wide", 8, 1, 16, 64, 32, 2, ctas=1, min_chunk=512),
@@ -78,10 +80,12 @@ TILES = {
 
 def _full_tile(name: str, dim_qk: int, dim_vo: int, kv_bytes: int) -> Tile:
     """Return the row of the table for a kind of tile and a shape of keys."""
-    if name == "m16" and (dim_qk + dim_vo) * kv_bytes <= 256:
+    if name == "m16" and kv_bytes == 1:
         name = "m16_k32"
     elif name == "m128" and dim_vo > 128:
         name = "m128_wide"
+    elif name == "m128" and dim_qk > 128:
+        name = "m128_s1"
     elif name == "m128" and max(dim_qk, dim_vo) <= 64:
         name = "m128_k128"
     return TILES[name]
@@ -126,7 +130,7 @@ def choose_tile(name: str, dim_qk: int, dim_vo: int, kv_bytes: int, max_smem: in
                 f"has on this GPU, got {dim_qk} and {dim_vo}"
             )
     if tile != full:
-        tile = replace(tile, name=f"{tile.name.partition('_k')[0]}_k{tile.block_keys}_s{tile.stages}")
+        tile = replace(tile, name=f"{tile.name.partition('_')[0]}_k{tile.block_keys}_s{tile.stages}")
     return tile
 
 

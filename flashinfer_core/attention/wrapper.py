@@ -24,7 +24,7 @@ from flashinfer_core._checks import (
 from flashinfer_core.attention.arrays import ArgumentNames, Buffer
 from flashinfer_core.attention.deferred import DeferredPlan
 from flashinfer_core.attention.kernels import Q_DTYPES
-from flashinfer_core.attention.layout import check_device
+from flashinfer_core.attention.layout import Cache, Layout, Signature, addresses_of, check_device, signature_of
 from flashinfer_core.attention.lengths import Lengths, check_bound
 from flashinfer_core.attention.masks import packed_mask
 from flashinfer_core.attention.memory import PlanMemory
@@ -44,7 +44,7 @@ Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 class AttentionWrapper:
-    """State and run of a planned batch; the base of the public wrappers.
+    """State and run of a planned batch; the base of the public wrappers, which know how a cache is split into K and V.
 
     Parameters
     ----------
@@ -65,6 +65,8 @@ class AttentionWrapper:
     buffers
         The caller's buffers, by the members of `ArgumentNames`.
     """
+
+    _kv_name = "paged_kv_cache"  # for error messages
 
     def __init__(
         self,
@@ -198,7 +200,7 @@ class AttentionWrapper:
         self._plan = plan
 
     def _tables(
-        self, options: AttentionOptions, q: torch.Tensor, k: torch.Tensor
+        self, options: AttentionOptions, num_rows: int, num_pages: int
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return the slopes of ALIBI, and the rotations of ROPE_LLAMA for as many positions as a request can have."""
         plan = self._plan
@@ -206,12 +208,12 @@ class AttentionWrapper:
         # What a captured graph reads must do for later plans too.
         lens = None if self._use_cuda_graph else plan.kv_lens
         if lens is None:
-            most = min(plan.arrays.capacity, k.shape[0] * (plan.page_size or 1))
+            most = min(plan.arrays.capacity, num_pages * (plan.page_size or 1))
             most = most if self._most_keys is None else min(most, self._most_keys)
         else:
             most = max(lens, default=0)
         alibi = options.alibi(plan.num_qo_heads, plan.device)
-        rope = options.rope_table(plan.head_dim_qk, max(most, q.shape[0], 1), plan.device)
+        rope = options.rope_table(plan.head_dim_qk, max(most, num_rows, 1), plan.device)
         if self._use_cuda_graph:
             self._kept_tables |= {id(table): table for table in (alibi, rope) if table is not None}
         return alibi, rope
@@ -219,9 +221,7 @@ class AttentionWrapper:
     def _execute(
         self,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
+        cache: Cache,
         q_scale: Scale = None,
         k_scale: Scale = None,
         v_scale: Scale = None,
@@ -233,19 +233,17 @@ class AttentionWrapper:
         sinks: torch.Tensor | None = None,
         lse_base: str = "log2",
         lse_layout: str = "NH",
-        kv_name: str = "paged_kv_cache",
         overrides: dict[str, Any] | None = None,
     ) -> Result:
         """Allocate results and attend; `overrides` replace options of the plan, as in `AttentionOptions.override`."""
         if not isinstance(q, torch.Tensor) or q.dim() != 3:
             check_tensor("q", q, dtypes=None, ndim=3)
         if self._plan is None:
-            self._complete_plan(q, k, v)
+            self._complete_plan(q, cache)
         shape = (q.shape[0], self._num_qo_heads, self._head_dim_vo)
+        given = out is not None
         if out is None:
             out = torch.empty(shape, dtype=self._o_dtype, device=q.device)
-        else:
-            check_tensor("out", out, dtypes=(self._o_dtype,), shape=shape, last_dim_contiguous=True, writable=True)
         by_token = None
         if return_lse:
             check_choice("lse_base", lse_base, ("log2", "ln"))
@@ -258,9 +256,9 @@ class AttentionWrapper:
             by_token = lse if lse_layout == "NH" else lse.transpose(0, 1)
         scales = (q_scale, k_scale, v_scale, o_scale)
         if torch.compiler.is_compiling():
-            attention_wrapper_run(self._handle, q, k, v, out, by_token, scales, window_left, sinks, kv_name, overrides)
+            attention_wrapper_run(self._handle, q, cache, out, by_token, scales, window_left, sinks, overrides)
         else:
-            self._attend(q, k, v, out, by_token, scales, window_left, sinks, kv_name, overrides)
+            self._attend(q, cache, out, by_token, scales, window_left, sinks, overrides, given)
         if not return_lse:
             return out
         assert lse is not None
@@ -268,25 +266,24 @@ class AttentionWrapper:
             lse.mul_(LN_2)
         return out, lse
 
-    def _complete_plan(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def _complete_plan(self, q: torch.Tensor, cache: Cache) -> None:
         """Make the plan that waits for the tensors of its first run."""
         if self._deferred is None:
             raise RuntimeError(f"{type(self).__name__}.run: call plan() first")
         self._run_device = q.device
-        self._deferred.complete(self, q, k, v)
+        self._deferred.complete(self, q, *self._split(cache))
 
     def _attend(
         self,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        cache: Cache,
         out: torch.Tensor,
         lse: torch.Tensor | None,
         scales: tuple[Scale, Scale, Scale, Scale],
         window_left: int | None,
         sinks: torch.Tensor | None,
-        kv_name: str,
         overrides: dict[str, Any] | None,
+        out_given: bool = True,
     ) -> None:
         """Run the plan with scales of q, k, v and the output; also the body of the operator in compiled graphs."""
         plan, options = self._plan, self._options
@@ -295,35 +292,47 @@ class AttentionWrapper:
         if overrides:
             options = options.override(**overrides)
             window_left = options.window_left
-        if q.dtype != self._q_dtype:
-            raise ValueError(f"q: expected dtype {self._q_dtype}, the q_data_type of plan(), got {q.dtype}")
-        if k.dtype != self._kv_dtype:
-            raise ValueError(f"{kv_name}: expected dtype {self._kv_dtype}, the kv_data_type of plan(), got {k.dtype}")
-        if plan.num_queries is not None and q.shape[0] != plan.num_queries:
-            raise ValueError(f"q: expected {plan.num_queries} tokens, as planned, got shape {list(q.shape)}")
+        layout = plan.layout
+        signature = signature_of(q, cache, out if out_given else None)
+        if layout is None or layout.signature != signature:
+            layout = self._check(plan, q, cache, out, out_given, signature)
         sm_scale, v_factor, gpu_scales = join_scales(scales)
         alibi = rope = None
         if options.pos_encoding_mode != "NONE":
-            alibi, rope = self._tables(options, q, k)
-        plan.run(
-            q,
-            k,
-            v,
-            out,
-            lse,
-            sm_scale=options.scale(plan.head_dim_qk) * sm_scale,
-            logits_soft_cap=options.logits_soft_cap,
-            causal=options.causal,
-            window_left=window_left,
-            v_scale=v_factor,
-            alibi_slopes=alibi,
-            sinks=sinks,
-            custom_mask=self._mask,
-            mask_indptr=self._mask_indptr,
-            rope_cos_sin=rope,
-            gpu_scales=gpu_scales,
-            kv_name=kv_name,
-        )
+            alibi, rope = self._tables(options, q.shape[0], layout.num_pages)
+        plan.run_checked(
+            layout, q.data_ptr(), *addresses_of(cache, layout), out.data_ptr(), lse,
+            options.scale(plan.head_dim_qk) * sm_scale, options.logits_soft_cap, options.causal, window_left, v_factor,
+            alibi, sinks, self._mask, self._mask_indptr, rope, gpu_scales,
+        )  # fmt: skip
+
+    def _check(
+        self,
+        plan: AttentionPlan,
+        q: torch.Tensor,
+        cache: Cache,
+        out: torch.Tensor,
+        out_given: bool,
+        signature: Signature,
+    ) -> Layout:
+        """Check the tensors of a run against what was planned and return their layout."""
+        k, v = self._split(cache)
+        if out_given:
+            shape = (q.shape[0], self._num_qo_heads, self._head_dim_vo)
+            check_tensor("out", out, dtypes=(self._o_dtype,), shape=shape, last_dim_contiguous=True, writable=True)
+        if q.dtype != self._q_dtype:
+            raise ValueError(f"q: expected dtype {self._q_dtype}, the q_data_type of plan(), got {q.dtype}")
+        if k.dtype != self._kv_dtype:
+            raise ValueError(
+                f"{self._kv_name}: expected dtype {self._kv_dtype}, the kv_data_type of plan(), got {k.dtype}"
+            )
+        if plan.num_queries is not None and q.shape[0] != plan.num_queries:
+            raise ValueError(f"q: expected {plan.num_queries} tokens, as planned, got shape {list(q.shape)}")
+        return plan.check_layout(q, k, v, out, signature, self._kv_name)
+
+    def _split(self, cache: Cache) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V with tokens before heads."""
+        raise NotImplementedError
 
     def _no_workspace(self, *arguments: object) -> torch.Tensor:
         """Return an empty workspace on the wrapper's device, or where arguments of `plan` are."""
@@ -347,8 +356,8 @@ class PagedAttentionWrapper(AttentionWrapper):
         """Do nothing: one kernel serves K and V of any strides."""
         check_choice("variant", variant, ("independent", "shared"))
 
-    def _split(self, paged_kv_cache: object) -> tuple[torch.Tensor, torch.Tensor]:
-        return split_paged_kv_cache("paged_kv_cache", paged_kv_cache, self._kv_layout)
+    def _split(self, cache: Cache) -> tuple[torch.Tensor, torch.Tensor]:
+        return split_paged_kv_cache(self._kv_name, cache, self._kv_layout)
 
 
 def refuse_kernel_options(**options: object) -> None:
@@ -365,12 +374,11 @@ def tokens_of_split(fixed_split_size: int | None, page_size: int) -> int | None:
     return check_int("fixed_split_size", fixed_split_size, 1) * page_size
 
 
-def positional(args: tuple[Any, ...]) -> None:
+def refuse_positional(args: tuple[Any, ...]) -> None:
     """Refuse positional arguments that only custom CUDA variants take."""
-    if args:
-        raise NotImplementedError(
-            f"run: {len(args)} extra positional arguments belong to custom CUDA variants, which are not in this version"
-        )
+    raise NotImplementedError(
+        f"run: {len(args)} extra positional arguments belong to custom CUDA variants, which are not in this version"
+    )
 
 
 def gpu_of(*arrays: object) -> torch.device | None:

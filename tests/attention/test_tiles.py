@@ -68,7 +68,7 @@ def test_names_state_all_parameters() -> None:
     plain = Variant(torch.bfloat16, torch.bfloat16, torch.bfloat16, 128, 128, "m128")
     assert attention_spec(plain, GPUS["90a"]).name == "attention_sm80_bf16_d128_m128"
     other = Variant(torch.float16, torch.float8_e4m3fn, torch.float32, 192, 128, "m128", Features(True, mask=True))
-    assert attention_spec(other, GPUS["89"]).name == "attention_sm80_f16_d192_m128_k32_s2_kve4m3_vo128_of32_direct_mask"
+    assert attention_spec(other, GPUS["89"]).name == "attention_sm80_f16_d192_m128_s1_kve4m3_vo128_of32_direct_mask"
 
 
 @pytest.mark.parametrize("arch", ["75", "80", "89", "90a", "100", "120"])

@@ -66,6 +66,32 @@ print(d.name, d.compute_capability, d.num_sms, d.max_smem_per_block, d.max_smem_
     assert none.stdout == "0\n"
 
 
+def test_copies(fake_driver: Run) -> None:
+    """Rows lie one after the other; what lies together is copied as one; memory in use is not written to."""
+    code = """
+import ctypes, os
+source = ctypes.create_string_buffer(b"abcdefghijkl", 12)
+target = ctypes.create_string_buffer(100_000)
+src, dst = ctypes.addressof(source), ctypes.addressof(target)
+_native.copy_to_device([(dst, src, 1, 3, 0), (dst + 3, src + 4, 2, 2, 4), (dst + 9, src + 11, 1, 1, 1)], 5, 1)
+print(target.raw[:10])
+_native.copy_to_device([(dst, src, 1, 0, 0)], 5, 1)
+_native.copy_to_device([(dst, src, 1, 2, 0)], 0, 1)
+os.environ["FAKE_BUSY"] = "1"
+_native.copy_to_device([(dst, src, 1, 2, 0)], 0, 1)
+del os.environ["FAKE_BUSY"]
+_native.copy_to_device([(dst, dst, 1, 70_000, 0)], 0, 1)
+_native.copy_to_device([(dst, src, 1, 2, 0)], 0, 1)
+"""
+    assert fake_driver(START + code).stdout.splitlines() == [
+        "pinned 65536", "copy bytes=7 stream=5", "copy bytes=1 stream=5", r"b'abcefij\x00\x00l'",
+        "copy bytes=2 stream=0",
+        "pinned 65536", "copy bytes=2 stream=0",
+        "pinned 131072", "copy bytes=70000 stream=0",
+        "copy bytes=2 stream=0",
+    ]  # fmt: skip
+
+
 ERRORS = {
     "_native.cuda_device(7)": "cuDeviceGet: CUDA_ERROR_INVALID_DEVICE (of the fake driver)",
     "_native.CudaKernel(b'refused', 'k', 0)": "cuModuleLoadData: CUDA_ERROR_INVALID_IMAGE (of the fake driver)",

@@ -16,8 +16,16 @@ from flashinfer_core.jit.registry import all_specs
 
 KERNELS = [(arch, spec) for arch in ("80", "89", "90a", "100", "120") for spec in all_specs(arch)]
 
-# Kernels that may use local memory: {(name, arch): (bytes of stack, bytes of spills)} at most, for each thread.
-LOCAL_MEMORY: dict[tuple[str, str], tuple[int, int]] = {}
+# Kernels that may use local memory: {(name, arch): (bytes of stack, bytes of spills)} at most, for each thread. The
+# tiles of 128 rows hold 32 rows of output and of scores a warp, 192 of the 255 registers. What finds no place are
+# values that an item or a block of keys uses once, beside the block's 256 matrix products; smaller blocks without
+# spills are slower.
+LOCAL_MEMORY: dict[tuple[str, str], tuple[int, int]] = {
+    (f"attention_sm80_{dtype}_{tile}", arch): (32, 64)
+    for dtype in ("f16", "bf16")
+    for tile in ("d128_m128", "d64_m128_k128")
+    for arch in ("80", "89", "90a", "100", "120")
+}
 
 
 class Compilations:

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "device/attention/params.h"
-#include "device/ptx/cp_async.cuh"
+#include "device/ptx/copy.cuh"
 #include "device/ptx/math.cuh"
 #include "device/ptx/mma.cuh"
 

@@ -16,8 +16,8 @@ struct Place {
   int page, slot;
 };
 
-// Keys at and past key_end have page -1 and are filled with zeros. A page outside of the cache is reported, and read as
-// page 0: the call after this one raises.
+// Keys at and past key_end have page -1 and are filled with zeros. So is a page outside of the cache, which is
+// reported: the call after this one raises.
 __device__ inline Place locate(const AttentionParams& p, const Item& item, int key) {
   if (key >= item.key_end) return {-1, 0};
   int64_t page = item.request.kv_begin;
@@ -32,45 +32,45 @@ __device__ inline Place locate(const AttentionParams& p, const Item& item, int k
   }
   if (page < 0 || page >= p.num_pages) {
     report(p.status, Fault::page, item.request_index, page);
-    page = 0;
+    return {-1, 0};
   }
   return {static_cast<int>(page), slot};
 }
 
-// ---- the fast way: 16-byte copies
-// ------------------------------------------------------------------------------------
+// ---- the fast way: 16-byte copies ----------------------------------------------------------------------------------
 
-// Copies Rows rows of Dim elements to rows first_row on; lane i holds the byte offset of row i, and the first num_valid
-// rows exist. Eight lanes copy 128 bytes of a row at a time: whole sectors, and few addresses to compute.
-// `copy(row, a, b, source, valid)` copies chunk a + b, b a multiple of 8, or writes zeros.
+// Copies Rows rows of Dim elements; lane i holds the byte offset of row i, or a negative number if there is no such
+// row. Eight lanes copy 128 bytes of a row at a time: whole sectors, and few addresses to compute. `copy(row, a, b,
+// source, valid)` copies chunk a + b, b a multiple of 8, or writes zeros.
 template <int Dim, int Bytes, int Rows, class Copy>
-__device__ inline void for_each_chunk(const char* base, int64_t offset, int num_valid, Copy copy) {
+__device__ inline void for_each_chunk(const char* base, int64_t offset, Copy copy) {
   constexpr int kChunks = (Dim + 15) / 16 * 16 * Bytes / 16;  // of a row, those that only pad included
   constexpr int kLanes = kChunks < 8 ? kChunks : 8, kStep = 32 / kLanes;
   const int lane = opaque(lane_id()), row_of_lane = lane / kLanes, chunk_of_lane = lane % kLanes;
 #pragma unroll
   for (int first = 0; first < Rows; first += kStep) {
     const int row = first + row_of_lane;
-    const char* source = base + __shfl_sync(0xffffffffu, offset, row) + chunk_of_lane * 16;
+    const int64_t row_offset = __shfl_sync(0xffffffffu, offset, row);
     if ((Rows % kStep != 0 || 32 % kLanes != 0) && (row >= Rows || row_of_lane >= kStep)) continue;
+    const char* source = base + row_offset + chunk_of_lane * 16;
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; chunk += kLanes) {
       const int at = chunk + chunk_of_lane;
       if (kChunks % kLanes != 0 && at >= kChunks) continue;
-      copy(row, chunk_of_lane, chunk, source + chunk * 16, row < num_valid && (Dim % 16 == 0 || at * 16 < Dim * Bytes));
+      copy(row, chunk_of_lane, chunk, source + chunk * 16, row_offset >= 0 && (Dim % 16 == 0 || at * 16 < Dim * Bytes));
     }
   }
 }
 
 template <int Dim, int Bytes, int RowBytes, int Rows>
-__device__ inline void copy_rows(uint32_t shared, int first_row, const char* base, int64_t offset, int num_valid) {
+__device__ inline void copy_rows(uint32_t shared, int first_row, const char* base, int64_t offset) {
   for_each_chunk<Dim, Bytes, Rows>(
-      base, offset, num_valid, [&](int row, int lane_chunk, int chunk, const char* source, bool valid) {
+      base, offset, [&](int row, int lane_chunk, int chunk, const char* source, bool valid) {
         cp_async_16(shared + swizzled(first_row + row, RowBytes, lane_chunk) + chunk * 16, source, valid);
       });
 }
 
-// ---- the general way: through registers -----------------------------------------------------------------------------
+// ---- the general way: through registers ----------------------------------------------------------------------------
 
 // Element x of a cache as a float.
 __device__ inline float load_cached(const char* x) {
@@ -130,8 +130,7 @@ __device__ inline void convert_rows(const AttentionParams& p, uint32_t shared, i
   }
 }
 
-// ---- a block of keys and values
-// --------------------------------------------------------------------------------------
+// ---- a block of keys and values ------------------------------------------------------------------------------------
 
 // Loads the blocks of one team, in order, into its ring. Every warp of the team loads its share of each block's rows.
 class BlockLoader {
@@ -160,12 +159,11 @@ class BlockLoader {
       convert_rows<kDimQk, kKRow, kRope, kKeys>(p_, k_shared, first_row_, k, k_page, k_slot, place_, first_key);
       convert_rows<kDimVo, kVRow, false, kKeys>(p_, v_shared, first_row_, v, v_page, v_slot, place_, first_key);
     } else {
-      const int page = max_of(place_.page, 0);  // what is not copied is not read, whatever its address
-      const int64_t k_offset = page * k_page + place_.slot * k_slot;
-      const int64_t v_offset = page * v_page + place_.slot * v_slot;
-      const int num_valid = item_.key_end - first_key;
-      copy_rows<kDimQk, kKvBytes, kKRow, kKeys>(k_shared, first_row_, k, k_offset, num_valid);
-      copy_rows<kDimVo, kKvBytes, kVRow, kKeys>(v_shared, first_row_, v, v_offset, num_valid);
+      const bool exists = place_.page >= 0;
+      const int64_t k_offset = exists ? place_.page * k_page + place_.slot * k_slot : -1;
+      const int64_t v_offset = exists ? place_.page * v_page + place_.slot * v_slot : -1;
+      copy_rows<kDimQk, kKvBytes, kKRow, kKeys>(k_shared, first_row_, k, k_offset);
+      copy_rows<kDimVo, kKvBytes, kVRow, kKeys>(v_shared, first_row_, v, v_offset);
     }
     look_up(block_key + kTeams * kBlockKeys);
   }
@@ -178,8 +176,7 @@ class BlockLoader {
   Place place_;
 };
 
-// ---- queries
-// ---------------------------------------------------------------------------------------------------------
+// ---- queries -------------------------------------------------------------------------------------------------------
 
 // For FP8 keys a lane gets four neighbouring elements of K where the product wants two pairs eight apart, so the
 // columns of Q are permuted alike: the pair of columns 4 t + 2 h stands at 2 t + 8 h. `half` tells which eight of
@@ -208,7 +205,7 @@ __device__ inline void load_queries(const AttentionParams& p, const Item& item, 
     report(p.status, Fault::query_rows, item.request_index, item.request.q_begin + item.request.q_len);
   }
   const int num_valid = q_len * p.group - first_packed;
-  const int64_t offset = lane_id() < num_valid ? query_offset(p, item, first_packed + lane_id()) : 0;
+  const int64_t offset = lane_id() < num_valid ? query_offset(p, item, first_packed + lane_id()) : -1;
   if constexpr (kDirect) {
     for (int row = 0; row < kRows; ++row) {
       const char* source = q + __shfl_sync(0xffffffffu, offset, row);
@@ -220,13 +217,13 @@ __device__ inline void load_queries(const AttentionParams& p, const Item& item, 
     }
   } else if constexpr (kFp8Shared) {
     for_each_chunk<kDimQk, 2, kRows>(
-        q, offset, num_valid, [&](int row, int lane_chunk, int chunk, const char* source, bool valid) {
+        q, offset, [&](int row, int lane_chunk, int chunk, const char* source, bool valid) {
           const uint4 x = valid ? *reinterpret_cast<const uint4*>(source) : make_uint4(0, 0, 0, 0);
           const int at = lane_chunk + chunk;
           store_permuted(shared, first_row + row, at / 2, at % 2, x);
         });
   } else {
-    copy_rows<kDimQk, 2, kQRow, kRows>(shared, first_row, q, offset, num_valid);
+    copy_rows<kDimQk, 2, kQRow, kRows>(shared, first_row, q, offset);
   }
 }
 

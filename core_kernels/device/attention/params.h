@@ -51,6 +51,8 @@ struct alignas(16) Schedule {
 // Chunk lengths that are chosen from a batch are multiples of so many keys, and so of what a CTA takes at a time.
 constexpr int32_t kChunkKeys = 128;
 
+constexpr int32_t kScheduleThreads = 512;  // of the one CTA that makes a schedule
+
 struct ScheduleParams {
   int32_t num_requests;
   const int32_t* qo_indptr;  // [num_requests + 1]; null: every request has q_len tokens

@@ -10,7 +10,7 @@
 namespace flashinfer_core::cuda {
 namespace {
 
-constexpr int kThreads = 1024;
+constexpr int kThreads = kScheduleThreads;
 constexpr int kWarps = kThreads / 32;
 
 __device__ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -85,8 +85,8 @@ __device__ int64_t reduce(int64_t x, int64_t* scratch) {
   __syncthreads();
   if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
   __syncthreads();
-  x = scratch[threadIdx.x % 32];
-  for (int offset = 16; offset > 0; offset /= 2) x = Op::combine(x, __shfl_xor_sync(0xffffffffu, x, offset));
+  x = scratch[threadIdx.x % kWarps];
+  for (int offset = kWarps / 2; offset > 0; offset /= 2) x = Op::combine(x, __shfl_xor_sync(0xffffffffu, x, offset));
   return x;
 }
 
@@ -121,7 +121,7 @@ __device__ int64_t choose_chunk(const ScheduleParams& p, int64_t blocks, int64_t
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(kThreads) FIC_KERNEL(const __grid_constant__ ScheduleParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads, 1) FIC_KERNEL(const __grid_constant__ ScheduleParams p) {
   __shared__ int64_t scratch[kWarps];
   int64_t blocks = 0, tiles = 0, longest = 0;
   for (int32_t r = threadIdx.x; r < p.num_requests; r += kThreads) {

@@ -39,8 +39,9 @@ __device__ inline RowPlace row_place(const RowShape& shape) {
 // The sum over the threads of a row, the same bits in each of them. All threads of the CTA must call it, each time with
 // another `scratch`.
 __device__ inline float row_sum(float x, const RowShape& shape, float (&scratch)[kMaxRowThreads / 32]) {
-  for (int32_t offset = shape.threads < 32 ? shape.threads / 2 : 16; offset > 0; offset /= 2) {
-    x += __shfl_xor_sync(0xffffffffu, x, offset);
+#pragma unroll
+  for (int32_t offset = 16; offset > 0; offset /= 2) {
+    if (offset < shape.threads) x += __shfl_xor_sync(0xffffffffu, x, offset);
   }
   if (shape.threads <= 32) return x;
   if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;

@@ -22,6 +22,7 @@ constexpr bool kLayer = FIC_LAYER, kAdd = FIC_ADD;
 constexpr int kWidth = FIC_VECTORS ? 16 / T::kBytes : 1;  // numbers of a vector
 constexpr int kKept = kWidth == 1 ? 8 : 32 / kWidth;      // vectors that a thread keeps
 constexpr bool kWeightsAhead = !kLayer && W::kBytes == 2;
+constexpr int kMinCtas = kAdd || kWidth == 1 ? 1 : 0;  // 1 keeps ptxas from spilling for one CTA more an SM
 using Floats = float[kWidth];
 
 struct Row {
@@ -96,7 +97,8 @@ __device__ void finish(const NormParams& p, const Row& row, int64_t offset, cons
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(kMaxRowThreads) FIC_KERNEL(const __grid_constant__ NormLaunch launch) {
+extern "C" __global__ void __launch_bounds__(kMaxRowThreads, kMinCtas)
+    FIC_KERNEL(const __grid_constant__ NormLaunch launch) {
   __shared__ float scratch[2][kMaxRowThreads / 32];
   const NormParams& p = launch.norm;
   const RowPlace place = row_place(launch.shape);

@@ -49,6 +49,7 @@ struct HalfMath {
     asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(x));
     return f;
   }
+  static __device__ uint32_t from_half2(uint32_t x) { return x; }
   static __device__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 #if __CUDA_ARCH__ >= 800
     asm volatile(
@@ -77,6 +78,9 @@ struct BFloatMath {  // SM80 and later
     return d;
   }
   static __device__ float unpack(uint16_t x) { return __uint_as_float(static_cast<uint32_t>(x) << 16); }
+  static __device__ uint32_t from_half2(uint32_t x) {
+    return pack(HalfMath::unpack(static_cast<uint16_t>(x & 0xffff)), HalfMath::unpack(static_cast<uint16_t>(x >> 16)));
+  }
   static __device__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -111,12 +115,8 @@ struct E5M2 {
 // Four FP8 numbers as two registers of two 16-bit numbers.
 template <class Math, class Fp8>
 __device__ inline void unpack_fp8(uint32_t four, uint32_t& low, uint32_t& high) {
-  low = Fp8::to_half2(four);
-  high = Fp8::to_half2(four >> 16);
-  if constexpr (sizeof(Math) && __is_same(Math, BFloatMath)) {
-    low = BFloatMath::pack(HalfMath::unpack(low & 0xffff), HalfMath::unpack(low >> 16));
-    high = BFloatMath::pack(HalfMath::unpack(high & 0xffff), HalfMath::unpack(high >> 16));
-  }
+  low = Math::from_half2(Fp8::to_half2(four));
+  high = Math::from_half2(Fp8::to_half2(four >> 16));
 }
 
 }  // namespace flashinfer_core::cuda

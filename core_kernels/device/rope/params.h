@@ -32,6 +32,7 @@ struct RopeLaunch {
   IndexArray indptr, offsets;
   int64_t cached_positions;  // rows of cos_sin_cache
   int32_t tokens_per_cta;
+  int32_t num_heads;          // of q and k
   int32_t rotations, copies;  // tasks of a head, see rope.cuh
 };
 

@@ -89,10 +89,9 @@ struct Task {
 
   __device__ void load(const Launch& p, int64_t first_token, int32_t index) {
     const int32_t tasks = p.rotations + p.copies;  // of a head
-    const int32_t heads = static_cast<int32_t>(p.rope.heads[0].num_heads + p.rope.heads[1].num_heads);
     const int32_t token_head = index / tasks, task = index - token_head * tasks;
-    const int32_t token = token_head / heads;
-    int64_t head = token_head - token * heads;
+    const int32_t token = token_head / p.num_heads;
+    int64_t head = token_head - token * p.num_heads;
     const bool is_key = head >= p.rope.heads[0].num_heads;
     if (is_key) head -= p.rope.heads[0].num_heads;
     const RopeParams::Heads& x = p.rope.heads[is_key];
@@ -142,8 +141,7 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads) FIC_KERNEL(const __gri
   const int64_t first_token = static_cast<int64_t>(blockIdx.x) * p.tokens_per_cta;
   const int64_t tokens_left = p.rope.num_tokens - first_token;
   const int32_t tokens = tokens_left < p.tokens_per_cta ? static_cast<int32_t>(tokens_left) : p.tokens_per_cta;
-  const int32_t heads = static_cast<int32_t>(p.rope.heads[0].num_heads + p.rope.heads[1].num_heads);
-  const int32_t end = tokens * heads * (p.rotations + p.copies);
+  const int32_t end = tokens * p.num_heads * (p.rotations + p.copies);
 
   Task tasks[kInFlight];
   const auto load = [&](int32_t index) {

@@ -1,5 +1,5 @@
 // Stands for libcuda.so.1 on machines without a GPU: two GPUs of compute capability 9.0 and 8.0. It prints what is
-// launched, and refuses what a driver refuses.
+// launched and copied, and refuses what a driver refuses.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -12,7 +12,7 @@ using Handle = void*;
 int contexts[2];  // whose addresses are the handles
 Handle current = nullptr;
 
-enum { kSuccess = 0, kInvalidValue = 1, kInvalidDevice = 101, kInvalidImage = 200, kNotFound = 500 };
+enum { kSuccess = 0, kInvalidValue = 1, kInvalidDevice = 101, kInvalidImage = 200, kNotFound = 500, kNotReady = 600 };
 
 int launch(unsigned x, unsigned y, unsigned z, unsigned block, unsigned smem, Handle stream, void** arguments,
            const char* how) {
@@ -92,8 +92,19 @@ int cuLaunchKernelEx(const Config* config, Handle, void** arguments, void**) {
   return launch(config->x, config->y, config->z, config->block, config->smem, config->stream, arguments,
                 pdl ? "pdl" : "unknown attributes");
 }
-int cuMemHostAlloc(void** address, size_t bytes, unsigned) { return *address = std::malloc(bytes), kSuccess; }
-int cuMemcpyHtoDAsync_v2(uintptr_t, const void*, size_t, Handle) { return kSuccess; }
+int cuMemHostAlloc(void** address, size_t bytes, unsigned) {
+  std::printf("pinned %zu\n", bytes);
+  std::fflush(stdout);
+  return *address = std::malloc(bytes), kSuccess;
+}
+int cuMemcpyHtoDAsync_v2(uintptr_t dst, const void* src, size_t bytes, Handle stream) {
+  std::printf("copy bytes=%zu stream=%lu\n", bytes, reinterpret_cast<unsigned long>(stream));
+  std::fflush(stdout);
+  return std::memcpy(reinterpret_cast<void*>(dst), src, bytes), kSuccess;
+}
+int cuEventCreate(Handle* event, unsigned) { return *event = &contexts[0], kSuccess; }
+int cuEventRecord(Handle, Handle) { return kSuccess; }
+int cuEventQuery(Handle) { return std::getenv("FAKE_BUSY") ? kNotReady : kSuccess; }
 int cuStreamIsCapturing(Handle, int* status) { return *status = 0, kSuccess; }
 int cuGetExportTable(const void**, const void*) { return kNotFound; }  // NVRTC asks, and goes on without
 int cuThreadExchangeStreamCaptureMode(int*) { return kSuccess; }

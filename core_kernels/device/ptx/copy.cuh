@@ -26,6 +26,12 @@ __device__ inline void cp_async_wait() {
 
 __device__ inline void prefetch(const void* global) { asm volatile("prefetch.global.L1 [%0];" ::"l"(global)); }
 
+// One store of 16 bytes that is neither split nor delayed.
+__device__ inline void store_volatile(void* global, uint4 x) {
+  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(global), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+               : "memory");
+}
+
 __device__ inline void store_shared(uint32_t address, uint4 x) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
                : "memory");
