@@ -29,8 +29,10 @@ def on(device: str, value: Any) -> Any:
         return tuple(on(device, item) for item in value)
     if isinstance(value, torch.dtype):
         return ON_GPU.get(value, value)
-    if not isinstance(value, torch.Tensor) or value.is_meta or value.dtype in (torch.int32, torch.int64):
+    if not isinstance(value, torch.Tensor) or value.dtype in (torch.int32, torch.int64):
         return value
+    if value.is_meta:
+        return value.to(on(device, value.dtype))
     there = torch.empty_strided(value.shape, value.stride(), dtype=on(device, value.dtype), device=device)
     return there if 0 in value.stride() else there.copy_(value)
 
