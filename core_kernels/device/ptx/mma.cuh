@@ -8,6 +8,8 @@
 
 #include <cstdint>
 
+#include "device/ptx/convert.cuh"
+
 namespace flashinfer_core::cuda {
 
 // Loads 8 x 8 matrices of 16-bit elements: lane 8 i + r gives the address of row r (16 bytes) of matrix i. Register i
@@ -33,22 +35,8 @@ __device__ inline void ldmatrix_x2_trans(uint32_t (&d)[2], uint32_t address) {
 
 // The two 16-bit types that matrix products take.
 struct HalfMath {
-  static __device__ uint32_t pack(float low, float high) {
-    uint32_t d;
-#if __CUDA_ARCH__ >= 800
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
-#else
-    asm("{\n.reg .b16 l, h;\ncvt.rn.f16.f32 l, %1;\ncvt.rn.f16.f32 h, %2;\nmov.b32 %0, {l, h};\n}"
-        : "=r"(d)
-        : "f"(low), "f"(high));
-#endif
-    return d;
-  }
-  static __device__ float unpack(uint16_t x) {
-    float f;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(x));
-    return f;
-  }
+  static __device__ uint32_t pack(float low, float high) { return floats_to_f16x2(low, high); }
+  static __device__ float unpack(uint16_t x) { return f16_to_float(x); }
   static __device__ uint32_t from_half2(uint32_t x) { return x; }
   static __device__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 #if __CUDA_ARCH__ >= 800
@@ -72,12 +60,8 @@ struct HalfMath {
 };
 
 struct BFloatMath {  // SM80 and later
-  static __device__ uint32_t pack(float low, float high) {
-    uint32_t d;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
-    return d;
-  }
-  static __device__ float unpack(uint16_t x) { return __uint_as_float(static_cast<uint32_t>(x) << 16); }
+  static __device__ uint32_t pack(float low, float high) { return floats_to_bf16x2(low, high); }
+  static __device__ float unpack(uint16_t x) { return bf16_to_float(x); }
   static __device__ uint32_t from_half2(uint32_t x) {
     return pack(HalfMath::unpack(static_cast<uint16_t>(x & 0xffff)), HalfMath::unpack(static_cast<uint16_t>(x >> 16)));
   }
