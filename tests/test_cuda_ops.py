@@ -56,7 +56,10 @@ def test_packing_of_segments_does_not_wait(device: str) -> None:
 
 @calls
 def test_current_stream(function: Callable[..., Outputs], device: str) -> None:
-    """The arguments arrive late on a side stream, so that work on another stream would read the old ones."""
+    """flashinfer-ai/flashinfer#349.
+
+    The arguments arrive late on a side stream, so that work on another stream would read the old ones.
+    """
     fresh = CALLS[function](device)
     late = tuple(torch.zeros_like(t) for t in fresh)
     expected = function(*(t.clone() for t in fresh))
@@ -250,6 +253,7 @@ def test_tensors_on_different_devices_are_refused(device: str) -> None:
 
 
 def test_device_of_the_tensors_counts(device: str) -> None:
+    """flashinfer-ai/flashinfer#452."""
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU")
     x, w = torch.randn(4, 64, device="cuda:1"), torch.randn(64, device="cuda:1")

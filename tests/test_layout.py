@@ -53,6 +53,7 @@ print(*sorted({name.partition(".")[0] for name in set(sys.modules) - before} - s
 
 
 def test_native_code_links_neither_torch_nor_cuda_nor_openmp() -> None:
+    """flashinfer-ai/flashinfer#911."""
     linked = subprocess.run(["ldd", _native.__file__], capture_output=True, text=True, check=True).stdout
     assert "libstdc++" in linked
     assert not re.search("libtorch|libc10|libcuda|libgomp|libomp", linked)

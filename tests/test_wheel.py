@@ -94,6 +94,7 @@ def run_in(environment: Path, cwd: Path, program: str, *arguments: str) -> str:
 
 
 def test_wheel_is_small_and_whole(wheel: Path) -> None:
+    """flashinfer-ai/flashinfer#170 and #4035."""
     assert wheel.stat().st_size < 5e6
     with zipfile.ZipFile(wheel) as content:
         names = set(content.namelist())
@@ -117,5 +118,6 @@ def test_first_use(environment: Path, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(nvrtc.find() is None, reason="NVRTC is not installed")
 def test_a_kernel_compiles(environment: Path, tmp_path: Path) -> None:
+    """flashinfer-ai/flashinfer#1919 and #1751: without nvcc."""
     run_in(environment, tmp_path, "python", "-c", COMPILE)
     assert list((tmp_path / "cache" / "kernels").glob("*.cubin"))

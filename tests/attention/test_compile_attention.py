@@ -74,6 +74,7 @@ def step(lens: tuple[tuple[int, int], ...], device: str) -> tuple[torch.Tensor, 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_decoder_layer(backend: str, device: str) -> None:
+    """flashinfer-ai/flashinfer#482 and #2733."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     wrapper = flashinfer_core.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
     layer = Layer(wrapper, device, dtype)

@@ -29,6 +29,7 @@ def no_waiting() -> Iterator[None]:
 @pytest.mark.parametrize("arrays", ["host", "device", "mixed"])
 @pytest.mark.parametrize("mode", ["NONE", "ALIBI", "ROPE_LLAMA"])
 def test_plan_and_run_wait_for_nothing(arrays: str, mode: str, device: str) -> None:
+    """flashinfer-ai/flashinfer#565 and #5264, sgl-project/sglang#23500."""
     decode = bf16(DECODE, device, causal=False, arrays=arrays, pos_encoding_mode=mode, sinks=True)
     prefill = bf16(PREFILL, device, arrays=arrays, pos_encoding_mode=mode)
     masked = dataclasses.replace(prefill, custom_mask=True)
@@ -54,7 +55,7 @@ def test_plan_and_run_wait_for_nothing(arrays: str, mode: str, device: str) -> N
 
 
 def test_streams(device: str) -> None:
-    """A plan on one stream and its run on another, and many steps of both on a stream that is not the default one."""
+    """flashinfer-ai/flashinfer#349: a plan on one stream and its run on another, and many steps on a side stream."""
     case, side = bf16(PREFILL, device, arrays="device"), torch.cuda.Stream()
     made(case)
     wrapper = prefill_wrapper(case)
@@ -78,6 +79,7 @@ FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 @pytest.mark.parametrize("dim", [64, 128, 256, 48])
 @pytest.mark.parametrize("form", ["decode", "paged", "ragged"])
 def test_fp8_cache(kv_dtype: torch.dtype, dtype: torch.dtype, dim: int, form: str, device: str) -> None:
+    """flashinfer-ai/flashinfer#2085 and vllm-project/vllm#31843."""
     lens = DECODE if form == "decode" else PREFILL
     case = AttentionCase(
         lens, 8, 2, dim, dtype=dtype, kv_dtype=kv_dtype, device=device, causal=form != "decode", window_left=600

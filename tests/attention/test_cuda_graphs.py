@@ -66,6 +66,7 @@ def test_captured_plan_and_run_replay_with_new_lengths(qo: int, device: str) -> 
 
 @pytest.mark.parametrize("arrays", ["host", "device"])
 def test_captured_run_replays_what_a_later_plan_wrote(arrays: str, device: str) -> None:
+    """alibaba/rtp-llm#1254."""
     cases = [dataclasses.replace(case, arrays=arrays) for case in graph_cases(device)]
     b = Buffers(cases[0])
     wrapper = flashinfer_core.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace(device), *b.held)
@@ -92,6 +93,24 @@ def test_captured_prefill_replays_what_a_later_plan_wrote(device: str) -> None:
         custom_mask_buf=torch.empty(10000, dtype=torch.uint8, device=device),
         mask_indptr_buf=torch.empty(3, dtype=torch.int32, device=device),
     )
+    cases[0].plan_paged(wrapper)
+    graph, result = capture(lambda: wrapper.run(b.q, (b.k, b.v), return_lse=True))
+    for case in (*cases[1:], cases[0]):
+        b.load(case)
+        case.plan_paged(wrapper)
+        graph.replay()
+        case.compare(result)
+
+
+def test_captured_prefill_replays_plans_that_cut_nothing(device: str) -> None:
+    """flashinfer-ai/flashinfer#4002 and #411: captured with even lengths and split keys, replayed without either."""
+    lens = [((16, 4000), (16, 3000)), ((1, 20), (31, 64)), ((30, 900), (2, 2))]
+    cases = [bf16(pairs, device, seed=i, plan_options={"disable_split_kv": i > 0}) for i, pairs in enumerate(lens)]
+    b = Buffers(cases[0])
+    wrapper = flashinfer_core.BatchPrefillWithPagedKVCacheWrapper(
+        workspace(device), use_cuda_graph=True, qo_indptr_buf=torch.empty(3, dtype=torch.int32, device=device),
+        paged_kv_indptr_buf=b.held[0], paged_kv_indices_buf=b.held[1], paged_kv_last_page_len_buf=b.held[2],
+    )  # fmt: skip
     cases[0].plan_paged(wrapper)
     graph, result = capture(lambda: wrapper.run(b.q, (b.k, b.v), return_lse=True))
     for case in (*cases[1:], cases[0]):

@@ -95,7 +95,7 @@ COMMON_BAD = [
 PLAN_BAD = {
     "decode": [
         ("head_dim", 0, ValueError, "head_dim_qk"),
-        ("head_dim", 512, ValueError, "head_dim_qk"),
+        ("head_dim", 512, ValueError, "head_dim_qk"),  # flashinfer-ai/flashinfer#3297: beyond this version
         ("page_size", 0, ValueError),
         ("indptr", ints(0, 2), ValueError, "last_page_len"),
         ("indptr", ints(1, 2, 3), ValueError),

@@ -92,6 +92,7 @@ def test_ragged_prefill(case: AttentionCase, device: str) -> None:
 
 @given(case=cases(), packed=st.booleans())
 def test_custom_mask(case: AttentionCase, packed: bool, device: str) -> None:
+    """flashinfer-ai/flashinfer#2201: a packed mask whose requests are not whole bytes equals a boolean one."""
     case = dataclasses.replace(on(case, device), custom_mask=True, sinks=False)
     if packed:
         flat = torch.cat([torch.empty(0, dtype=torch.bool), *(m.flatten() for m in case.masks)])
@@ -148,6 +149,7 @@ def test_dense_block_table_equals_csr(case: AttentionCase, device: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("option", [{"fixed_split_size": 8}, {"disable_split_kv": True}])
 def test_result_does_not_depend_on_the_batch(dtype: torch.dtype, option: dict[str, object], device: str) -> None:
+    """flashinfer-ai/flashinfer#1675 and #696."""
     if device != "cpu" and dtype == torch.float32:
         pytest.skip("no float32 kernel on a GPU")
     lens = ((1, 900), (1, 17), (40, 300), (5, 5), (1, 2000), (130, 130))
@@ -173,6 +175,7 @@ def test_result_does_not_depend_on_the_batch(dtype: torch.dtype, option: dict[st
 
 
 def test_repeats_are_bit_identical(device: str) -> None:
+    """sgl-project/sglang#24853."""
     case = AttentionCase(((1, 5000), (3, 1000), (200, 700)), 8, 2, 128, dtype=torch.bfloat16, device=device)
     first = case.run_paged()
     for _ in range(20 if device == "cpu" else 100):
@@ -191,6 +194,7 @@ def test_long_requests_are_split_over_threads() -> None:
 
 
 def test_split_lse_equals_unsplit_at_65536(device: str) -> None:
+    """flashinfer-ai/flashinfer#499."""
     case = AttentionCase(((1, 65536),), 4, 1, 64).on(device)
     case.compare(flashinfer_core.single_prefill_with_kv_cache(case.q, *case.ragged, return_lse=True))
 
@@ -217,6 +221,7 @@ def test_logits_far_below_zero_are_not_taken_for_masked(device: str) -> None:
 
 
 def test_outlier_activations(device: str) -> None:
+    """sgl-project/sglang#13044."""
     case = AttentionCase(((50, 200),), 8, 2, 128, dtype=torch.bfloat16, device=device)
     case.kv[0][0].mul_(300)
     case.check("paged")
@@ -240,6 +245,7 @@ def test_nan_and_infinity_stay_in_their_rows(where: str, value: float, device: s
 
 @pytest.mark.parametrize("scale", [float, torch.tensor])
 def test_scales_apply_in_every_wrapper(scale: type, device: str) -> None:
+    """flashinfer-ai/flashinfer#1023."""
     case = AttentionCase(((1, 30), (1, 5)), *HEADS, causal=False).on(device)
     scaled = dataclasses.replace(case, sm_scale=64**-0.5 * 2 * 0.5 * 3)
     expected = (scaled.expected()[0] * 7, scaled.expected()[1])
@@ -276,6 +282,7 @@ def test_lse_base_and_layout(device: str) -> None:
 
 
 def test_a_new_plan_forgets_the_mask_of_the_old_one(device: str) -> None:
+    """flashinfer-ai/flashinfer#860 and #1028."""
     masked = AttentionCase(((6, 30),), custom_mask=True, causal=False).on(device)
     plain = dataclasses.replace(masked, custom_mask=False, causal=True)
     wrapper = flashinfer_core.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
@@ -285,6 +292,7 @@ def test_a_new_plan_forgets_the_mask_of_the_old_one(device: str) -> None:
 
 
 def test_window_given_at_run(device: str) -> None:
+    """sgl-project/sglang#31501: exact, or refused if the plan was made for another."""
     case = AttentionCase(((6, 300),), window_left=17).on(device)
     wrapper = flashinfer_core.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
     dataclasses.replace(case, window_left=-1).plan_paged(wrapper)
@@ -332,6 +340,7 @@ def test_changing_the_page_table_after_plan_is_harmless(device: str) -> None:
 
 @pytest.mark.parametrize("dim", [2, 8])  # 8 elements are the 16 bytes that a GPU copies at a time
 def test_addresses_beyond_2_31_elements(dim: int, device: str) -> None:
+    """flashinfer-ai/flashinfer#3136."""
     # One head every 2^20 elements: page 2100 begins past element 2^31. On the CPU untouched memory costs nothing.
     whole = torch.empty(2200 * 2**20, dtype=torch.float16, device=device)
     cache = whole.as_strided((2200, 1, 1, dim), (2**20, dim, dim, 1))
@@ -344,6 +353,7 @@ def test_addresses_beyond_2_31_elements(dim: int, device: str) -> None:
 
 
 def test_workspace_size(device: str) -> None:
+    """vllm-project/vllm#40023 and #25342: known beforehand."""
     case = AttentionCase(((1, 3000), (1, 10)), *HEADS, causal=False).on(device)
     wrapper = flashinfer_core.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
     floats, ints = wrapper.workspace_size(*case.paged, *HEADS, 16, q_data_type=case.dtype)

@@ -72,6 +72,7 @@ def test_thread_without_a_context(gpu: int) -> None:
 
 
 def test_every_gpu_whatever_the_current_one(gpu: int) -> None:
+    """flashinfer-ai/flashinfer#452, deepseek-ai/FlashMLA#158."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     current = torch.cuda.current_device()
@@ -122,6 +123,7 @@ def test_properties_are_those_that_torch_sees(gpu: int) -> None:
 
 @pytest.mark.usefixtures("needs_nvrtc")
 def test_cold_start_without_nvcc_takes_seconds(gpu: int, tmp_path: Path) -> None:
+    """flashinfer-ai/flashinfer#1751."""
     code = """
 import sys, time
 from flashinfer_core import _native

@@ -142,6 +142,7 @@ def test_order_is_disk_bundle_compiler(kernels: Path, fake_nvcc: Count) -> None:
 
 
 def test_bundle_of_an_older_gpu_where_nothing_compiles(fake_nvcc: Count, monkeypatch: pytest.MonkeyPatch) -> None:
+    """flashinfer-ai/flashinfer#1781: a bundle needs no compiler."""
     put(1, "80", b"for sm_80")
     assert cubin_for(tiny(1), "89") == b"cubin of tiny_1.cubin"  # which uses all that the GPU has
     monkeypatch.setenv("CUDA_HOME", "/nonexistent")

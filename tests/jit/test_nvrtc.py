@@ -47,6 +47,7 @@ def test_defines_make_the_kernel() -> None:
 
 @pytest.mark.usefixtures("needs_nvrtc")
 def test_errors_hold_the_log(kernels: Path) -> None:
+    """flashinfer-ai/flashinfer#4410."""
     with pytest.raises(CompileError, match=r"(?s)^wrong: NVRTC .* sm_80.*tiny.cuh.*VALUE"):
         nvrtc.compile_cubin(KernelSpec("wrong", tiny(1).source), "80")
     with pytest.raises(CompileError, match=r"(?s)sm_10\b.*architecture"):
@@ -54,6 +55,7 @@ def test_errors_hold_the_log(kernels: Path) -> None:
 
 
 def test_nvcc_errors_hold_the_log(fake_nvcc: object) -> None:
+    """flashinfer-ai/flashinfer#4410."""
     with pytest.raises(CompileError, match=r"(?s)^broken: nvcc 99.9 .* sm_80.*error: broken"):
         compile_cubin(KernelSpec("broken", tiny(1).source), "80")
 
@@ -66,6 +68,7 @@ def test_nvcc_errors_hold_the_log(fake_nvcc: object) -> None:
 def test_without_a_compiler_the_message_says_what_to_install(
     cuda: str, driver: int | None, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """flashinfer-ai/flashinfer#1919."""
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(_native, "cuda_driver_version", lambda: driver)
     with pytest.raises(NoCompiler, match=rf"expected NVRTC or nvcc, got none; pip install \S*{package}"):
@@ -89,6 +92,7 @@ def test_the_compiler_can_be_chosen(fake_nvcc: object, monkeypatch: pytest.Monke
 def test_the_library_of_torchs_cuda_is_found(
     cuda: str | None, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """flashinfer-ai/flashinfer#2195."""
     paths = {12: tmp_path / "cuda_nvrtc/lib/libnvrtc.so.12", 13: tmp_path / "cu13/lib/libnvrtc.so.13"}
     for path in paths.values():
         path.parent.mkdir(parents=True)
