@@ -28,11 +28,6 @@ INDEX_DTYPES: tuple[torch.dtype, ...] = (torch.int32, torch.int64)
 KV_LAYOUTS = ("NHD", "HND")
 
 
-def dtype_code(t: torch.Tensor) -> int:
-    """Return the native code of a tensor's dtype, which must be one of `DTYPE_CODES`."""
-    return DTYPE_CODES[t.dtype]
-
-
 def check_tensor(
     name: str,
     t: object,

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 from op_calls import CALLS, Outputs
 
 from flashinfer_core import _rope, activation, cascade, norm, page, quantization, reference, rope
-from flashinfer_core.testing import assert_close, embed, poisoned
+from flashinfer_core.testing import assert_close, embed, no_waiting, poisoned
 
 calls = pytest.mark.parametrize("function", CALLS, ids=lambda function: function.__name__)
 
@@ -19,17 +18,6 @@ calls = pytest.mark.parametrize("function", CALLS, ids=lambda function: function
 def on_a_gpu(device: str) -> None:
     if not device.startswith("cuda"):
         pytest.skip("only GPUs have this")
-
-
-@contextlib.contextmanager
-def no_waiting() -> Iterator[None]:
-    """Turn every synchronisation with the GPU into an error."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def same(actual: Outputs, expected: Outputs) -> None:

@@ -2,7 +2,7 @@
 
 from flashinfer_core.testing.attention import AttentionCase, assert_attention_close, workspace
 from flashinfer_core.testing.ops import ActivationCase, AppendCase, NormCase, RopeCase
-from flashinfer_core.testing.tensors import Embedded, assert_close, embed, poisoned, poisoned_memory
+from flashinfer_core.testing.tensors import Embedded, assert_close, embed, no_waiting, poisoned, poisoned_memory
 
 __all__ = [
     "ActivationCase",
@@ -14,6 +14,7 @@ __all__ = [
     "assert_attention_close",
     "assert_close",
     "embed",
+    "no_waiting",
     "poisoned",
     "poisoned_memory",
     "workspace",

@@ -101,3 +101,14 @@ def poisoned_memory() -> Iterator[None]:
         yield
     finally:
         torch.set_deterministic_debug_mode(before)
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Turn every synchronisation with the GPU into an error."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,18 +11,7 @@ from gpu_cases import DECODE, HEADS, PREFILL, bf16, decode_wrapper, made, on_a_g
 
 import flashinfer_core
 from flashinfer_core.attention import AttentionPlan
-from flashinfer_core.testing import AttentionCase, embed, workspace
-
-
-@contextlib.contextmanager
-def no_waiting() -> Iterator[None]:
-    """Turn every synchronisation with the GPU into an error."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+from flashinfer_core.testing import AttentionCase, embed, no_waiting, workspace
 
 
 @pytest.mark.parametrize("arrays", ["host", "device", "mixed"])

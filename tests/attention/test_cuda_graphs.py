@@ -47,6 +47,19 @@ def capture(function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
     return graph, result
 
 
+def check_replays(
+    b: Buffers, wrapper: Any, cases: list[AttentionCase], plan: Callable[[AttentionCase], object]
+) -> None:
+    """Capture a run of the first case, then replay it after the plan of each case and compare with the reference."""
+    plan(cases[0])
+    graph, result = capture(lambda: wrapper.run(b.q, (b.k, b.v), return_lse=True))
+    for case in (*cases[1:], cases[0]):
+        b.load(case)
+        plan(case)
+        graph.replay()
+        case.compare(result)
+
+
 @pytest.mark.parametrize("qo", [1, 9])
 def test_captured_plan_and_run_replay_with_new_lengths(qo: int, device: str) -> None:
     cases = graph_cases(device, qo)
@@ -70,13 +83,7 @@ def test_captured_run_replays_what_a_later_plan_wrote(arrays: str, device: str) 
     cases = [dataclasses.replace(case, arrays=arrays) for case in graph_cases(device)]
     b = Buffers(cases[0])
     wrapper = flashinfer_core.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace(device), *b.held)
-    cases[0].plan_decode(wrapper)
-    graph, result = capture(lambda: wrapper.run(b.q, (b.k, b.v), return_lse=True))
-    for case in (*cases[1:], cases[0]):
-        b.load(case)
-        case.plan_decode(wrapper)
-        graph.replay()
-        case.compare(result)
+    check_replays(b, wrapper, cases, lambda case: case.plan_decode(wrapper))
 
 
 def test_captured_prefill_replays_what_a_later_plan_wrote(device: str) -> None:
@@ -93,13 +100,7 @@ def test_captured_prefill_replays_what_a_later_plan_wrote(device: str) -> None:
         custom_mask_buf=torch.empty(10000, dtype=torch.uint8, device=device),
         mask_indptr_buf=torch.empty(3, dtype=torch.int32, device=device),
     )
-    cases[0].plan_paged(wrapper)
-    graph, result = capture(lambda: wrapper.run(b.q, (b.k, b.v), return_lse=True))
-    for case in (*cases[1:], cases[0]):
-        b.load(case)
-        case.plan_paged(wrapper)
-        graph.replay()
-        case.compare(result)
+    check_replays(b, wrapper, cases, lambda case: case.plan_paged(wrapper))
 
 
 def test_captured_prefill_replays_plans_that_cut_nothing(device: str) -> None:
@@ -111,13 +112,7 @@ def test_captured_prefill_replays_plans_that_cut_nothing(device: str) -> None:
         workspace(device), use_cuda_graph=True, qo_indptr_buf=torch.empty(3, dtype=torch.int32, device=device),
         paged_kv_indptr_buf=b.held[0], paged_kv_indices_buf=b.held[1], paged_kv_last_page_len_buf=b.held[2],
     )  # fmt: skip
-    cases[0].plan_paged(wrapper)
-    graph, result = capture(lambda: wrapper.run(b.q, (b.k, b.v), return_lse=True))
-    for case in (*cases[1:], cases[0]):
-        b.load(case)
-        case.plan_paged(wrapper)
-        graph.replay()
-        case.compare(result)
+    check_replays(b, wrapper, cases, lambda case: case.plan_paged(wrapper))
 
 
 def test_capture_refuses_what_it_would_replay_wrongly(device: str) -> None:

@@ -16,7 +16,7 @@
 // for each key and value it reads from L2: mma.sync bounds it, at about 0.6 of the rate that wgmma reaches on SM90.
 //
 // Measured on one H200 (bf16, head_dim 128, 32 / 8 heads): decode of 128 x 8,192 keys at 0.96 of what reading alone
-// reaches, 64 x 2,048 at 0.88; prefill 4 x 4,096 at 360 TFLOP/s, the tensor pipe 52 % and shared memory 49 % busy.
+// reaches, 64 x 2,048 at 0.88; prefill 4 x 4,096 at 340 to 360 TFLOP/s, tensor pipe 52 %, shared memory 49 % busy.
 // Each scheduler has two warps, since 255 registers are taken, and a third of their time they wait for an instruction
 // of their own with nothing else to issue: latency, not a pipe, is the bound. What was tried and lost in prefill: 16
 // rows a warp (shared memory then bounds), blocks of 32 and 48 keys (each block costs a barrier and a row maximum),
@@ -485,14 +485,13 @@ __device__ inline void attend(const AttentionParams& p, const Item& item, int te
     stage = stage + 1 == kStages ? 0 : stage + 1;
     if (rules.skips(key)) continue;
 
-    const int block_queries = opaque(static_cast<int>(lane_queries));
     Scores s = {};
 #pragma unroll
     for (int step = 0; step < kQkSteps; ++step) {
       if constexpr (kKeepQueries) {
         multiply_keys(keys, step, q[step], s);
       } else {
-        load_q(static_cast<uint32_t>(block_queries), step, q[0]);
+        load_q(lane_queries, step, q[0]);
         multiply_keys(keys, step, q[0], s);
       }
     }

@@ -76,12 +76,14 @@ __device__ inline uint32_t at_chunk(uint32_t lane_base, int chunk) {
 }
 
 __device__ inline int lane_id() { return static_cast<int>(threadIdx.x) % 32; }
+
 // The same number, of which the compiler knows nothing: what is computed from it stays where it is written, and does
 // not move ahead of a loop into registers that the loop needs.
 __device__ inline int opaque(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
+
 __device__ inline int min_of(int a, int b) { return a < b ? a : b; }
 __device__ inline int max_of(int a, int b) { return a < b ? b : a; }
 __device__ inline int64_t max_of64(int64_t a, int64_t b) { return a < b ? b : a; }
