@@ -29,7 +29,7 @@ COMMON_DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
 
 
 def cuda_call(
-    t: torch.Tensor, spec: Callable[..., Spec], *arguments: Hashable, vectors: bool = True, pdl: bool = False
+    t: torch.Tensor, spec: Callable[..., Spec], *arguments: Hashable, vectors: bool = True, pdl: bool = True
 ) -> Call:
     """Return what native code needs to launch a kernel on a tensor's device, or None if that is the CPU.
 
@@ -42,7 +42,8 @@ def cuda_call(
     vectors
         Whether the tensors allow 16-byte accesses, see `fits_vectors`.
     pdl
-        Whether the kernel may start before the one ahead of it in the stream ends.
+        Whether the kernel may start before the one ahead of it in the stream ends. It waits before it touches memory,
+        so all that this hides is the time of a launch.
     """
     if t.is_cpu:
         return None

@@ -55,8 +55,8 @@ def pack_bits(
 # core_kernels/host/bind_attention.cpp
 MAX_HEAD_DIM: int
 
-_Batch = tuple[int, int, int, int, int, int, int, int, int, int]
-_Names = tuple[str, str, str, str, str, str]
+_Batch = tuple[int, int, int, int, int, int, int, int, int, int, int, int]
+_Names = tuple[str, str, str, str, str, str, str]
 _Run = tuple[int, int, int, int, int, int, int, bool, int, float, float, float, int, int, int, int, int]
 
 class TensorLayout:
@@ -89,7 +89,10 @@ class AttentionStatus:
     def take(self) -> tuple[int, int, int] | None: ...
 
 class AttentionKernel:
-    def __init__(self, kernel: CudaKernel, threads: int, smem: int) -> None: ...
+    def __init__(
+        self, kernel: CudaKernel, ctas: int, threads: int, smem: int, merge: CudaKernel | None = None,
+        block_keys: int = 0, dim_qk: int = 0, dim_vo: int = 0,
+    ) -> None: ...  # fmt: skip
 
 class CudaAttentionPlan:
     def __init__(
@@ -98,6 +101,7 @@ class CudaAttentionPlan:
         requests: int, schedule: int, status: AttentionStatus, page_table_size: int, partial_o: int, partial_lse: int,
         arrivals: int, /,
     ) -> None: ...  # fmt: skip
+    def schedule(self, scheduler: CudaKernel, stream: int, /) -> None: ...
     def run(
         self, layout: TensorLayout, run: _Run, kernel: AttentionKernel, stream: int, scales: tuple[int, int, int],
         mask_bytes: int, rope_positions: int, /,
@@ -107,6 +111,7 @@ def attention_smem_bytes(
     warps_m: int, warps_kv: int, rows_per_warp: int, block_keys: int, stages: int, dim_qk: int, dim_vo: int,
     kv_bytes: int, /,
 ) -> int: ...  # fmt: skip
+def attention_sm90_smem_bytes(block_keys: int, stages: int, dim_qk: int, dim_vo: int, /) -> int: ...
 def copy_to_device(copies: Sequence[tuple[int, int, int, int, int]], stream: int, device: int, /) -> None: ...
 def is_capturing(stream: int, device: int) -> bool: ...
 

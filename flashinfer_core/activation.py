@@ -2,8 +2,8 @@
 
 Inputs are float32, float16 or bfloat16 tensors of shape ``[..., 2 d]``, of any ``d`` and any strides with the last one
 1. All arithmetic is float32 and is rounded once, when the result is stored. NaN and infinity pass as the formula says.
-``enable_pdl`` lets the kernel start before the one ahead of it in the stream ends, on GPUs from SM90 on; elsewhere, and
-on CPU, it has no effect.
+``enable_pdl``: on GPUs from SM90 on the kernel may start before the one ahead of it in the stream ends, and waits for
+it there, unless this is False; elsewhere, and on CPU, it has no effect.
 
 Errors: `ValueError` for a shape, dtype, stride or device that does not fit, `NotImplementedError` for a tensor that is
 neither on CPU nor on a CUDA device.
@@ -77,7 +77,7 @@ def _activation(kind: int, input: torch.Tensor, out: torch.Tensor | None, enable
     else:
         dtypes, device = (input.dtype,), input.device
         check_tensor("out", out, dtypes=dtypes, shape=shape, last_dim_contiguous=True, writable=True, device=device)
-    _run_activation(kind, input, out, bool(enable_pdl))
+    _run_activation(kind, input, out, enable_pdl is not False)
     return out
 
 

@@ -3,8 +3,8 @@
 Every function takes tensors ``[..., hidden]`` of float32, float16 or bfloat16, of any strides with the last one 1. A
 weight has shape ``[hidden]`` and the input's dtype or float32. All arithmetic is float32 and is rounded once, when the
 result is stored; that includes the product with the weight, which some models round before instead. NaN and infinity
-spread over their row as in torch. ``enable_pdl`` lets the kernel start before the one ahead of it in the stream ends,
-on GPUs from SM90 on; elsewhere, and on CPU, it has no effect.
+spread over their row as in torch. ``enable_pdl``: on GPUs from SM90 on the kernel may start before the one ahead of it
+in the stream ends, and waits for it there, unless this is False; elsewhere, and on CPU, it has no effect.
 
 Errors: `ValueError` for a shape, dtype, stride or device that does not fit, `NotImplementedError` for a tensor that is
 neither on CPU nor on a CUDA device.
@@ -151,7 +151,7 @@ def _norm(
         out = torch.empty_like(input, memory_format=torch.contiguous_format)
     else:
         _check_output("out", out, input)
-    _run_norm(input, out, None, weight, beta, weight_offset, eps, bool(enable_pdl))
+    _run_norm(input, out, None, weight, beta, weight_offset, eps, enable_pdl is not False)
     return out
 
 
@@ -166,7 +166,7 @@ def _fused_add(
     check_tensor("input", input, last_dim_contiguous=True, writable=True)
     _check_output("residual", residual, input)
     _check_weight("weight", weight, input)
-    _run_norm(input, input, residual, weight, None, weight_offset, eps, bool(enable_pdl))
+    _run_norm(input, input, residual, weight, None, weight_offset, eps, enable_pdl is not False)
 
 
 def _check_output(name: str, t: torch.Tensor, input: torch.Tensor) -> None:

@@ -18,11 +18,12 @@ T* pointer(Address address) {
 }
 
 // The members of BatchArrays, in order.
-using BatchTuple = std::tuple<int64_t, Address, int32_t, int32_t, Address, int64_t, int64_t, Address, Address, Address>;
+using BatchTuple = std::tuple<int64_t, Address, int32_t, int32_t, Address, int64_t, int64_t, Address, Address, Address,
+                              Address, int64_t>;
 
 inline BatchArrays batch_arrays(const BatchTuple& batch) {
   const auto& [num_requests, qo_indptr, q_len, page_size, table, table_size, row_stride, kv_indptr, kv_last_page_len,
-               kv_lens] = batch;
+               kv_lens, rows, num_rows] = batch;
   return {num_requests,
           pointer<const int32_t>(qo_indptr),
           q_len,
@@ -32,14 +33,16 @@ inline BatchArrays batch_arrays(const BatchTuple& batch) {
           row_stride,
           pointer<const int32_t>(kv_indptr),
           pointer<const int32_t>(kv_last_page_len),
-          pointer<const int32_t>(kv_lens)};
+          pointer<const int32_t>(kv_lens),
+          pointer<const int32_t>(rows),
+          num_rows};
 }
 
 // The members of ArgumentNames, in order.
-using NamesTuple = std::array<std::string, 6>;
+using NamesTuple = std::array<std::string, 7>;
 
 inline ArgumentNames argument_names(const NamesTuple& names) {
-  return {names[0], names[1], names[2], names[3], names[4], names[5]};
+  return {names[0], names[1], names[2], names[3], names[4], names[5], names[6]};
 }
 
 // What a run needs to know of its tensors besides their addresses. Layers of a model share it, so it is made once.

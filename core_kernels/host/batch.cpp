@@ -40,6 +40,17 @@ int64_t check_length(const BatchArrays& batch, int64_t r, int64_t pages, const A
   return len;
 }
 
+// Returns where the keys of request r begin in a dense table, or without pages in the tokens.
+int64_t row_begin(const BatchArrays& batch, int64_t r, const ArgumentNames& names) {
+  if (batch.rows == nullptr) return r * batch.row_stride;
+  const int64_t row = batch.rows[r];
+  if (row < 0 || row >= batch.num_rows) {
+    fail(names.rows + ": expected rows of " + names.block_table + ", which has " + str(batch.num_rows) + ", got " +
+         str(row) + request(r));
+  }
+  return row * batch.row_stride;
+}
+
 // Returns one more than the largest of some page numbers. Two plain sweeps, which the compiler turns into vectors.
 int64_t check_pages(const int32_t* pages, int64_t count, int64_t r, const std::string& name) {
   int32_t largest = -1, signs = 0;
@@ -87,7 +98,7 @@ Keys check_keys(const BatchArrays& batch, const ArgumentNames& names) {
     const int64_t pages = csr ? batch.kv_indptr[r + 1] - batch.kv_indptr[r] : batch.table_size;
     const int64_t len = check_length(batch, r, pages, names);
     keys.lens[r] = static_cast<int32_t>(len);
-    keys.begin[r] = csr ? batch.kv_indptr[r] : r * batch.row_stride;
+    keys.begin[r] = csr ? batch.kv_indptr[r] : row_begin(batch, r, names);
     if (batch.page_size == 0) {
       if (len > 0) keys.extent = std::max(keys.extent, keys.begin[r] + len);
       continue;

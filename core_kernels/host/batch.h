@@ -9,13 +9,13 @@ namespace flashinfer_core {
 
 // What the caller calls its arguments, for error messages.
 struct ArgumentNames {
-  std::string qo_indptr, kv_indptr, kv_indices, kv_last_page_len, kv_lens, block_table;
+  std::string qo_indptr, kv_indptr, kv_indices, kv_last_page_len, kv_lens, block_table, rows;
 };
 
 // The arrays of a batch; null for those that it lacks or that are not in host memory. Query rows of request r: from
 // qo_indptr[r] to qo_indptr[r + 1], or q_len each if that is null. Keys are in one of four forms:
 //   CSR pages    kv_indptr [requests + 1], table = kv_indices; lengths from kv_last_page_len or kv_lens
-//   dense pages  table = block_table, row_stride, kv_lens; no kv_indptr
+//   dense pages  table = block_table, row_stride, kv_lens; no kv_indptr; request r has row rows[r], or r
 //   ragged       page_size 0, kv_indptr (of tokens), and kv_lens if they leave gaps
 //   rows         page_size 0, kv_lens; request r begins at token r * row_stride
 struct BatchArrays {
@@ -29,6 +29,8 @@ struct BatchArrays {
   const int32_t* kv_indptr = nullptr;
   const int32_t* kv_last_page_len = nullptr;
   const int32_t* kv_lens = nullptr;
+  const int32_t* rows = nullptr;
+  int64_t num_rows = 0;  // of block_table, if there are `rows`
 };
 
 // Each function throws std::invalid_argument with the caller's name of the argument that is wrong.

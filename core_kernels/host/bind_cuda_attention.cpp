@@ -8,6 +8,7 @@
 #include <tuple>
 #include <vector>
 
+#include "device/attention/params_sm90.h"
 #include "host/attention_arguments.h"
 #include "host/cuda_attention.h"
 
@@ -70,6 +71,8 @@ std::unique_ptr<CudaAttentionPlan> make_plan(const CudaKernel& scheduler, uintpt
   s.row_stride = arrays.row_stride;
   s.kv_last_page_len = arrays.kv_last_page_len;
   s.kv_lens = arrays.kv_lens;
+  s.rows = arrays.rows;
+  s.num_rows = arrays.num_rows;
   s.num_kv_heads = num_kv_heads;
   s.group = group;
   s.causal = causal;
@@ -164,12 +167,19 @@ void bind_cuda_attention(py::module_& m) {
       .def_property_readonly("kv_lens", &kv_lens);
   py::class_<AttentionStatus>(m, "AttentionStatus").def(py::init<>()).def("take", &take_fault);
   py::class_<AttentionKernel>(m, "AttentionKernel")
-      .def(py::init([](std::shared_ptr<CudaKernel> kernel, uint32_t threads, uint32_t smem) {
-             return AttentionKernel{std::move(kernel), threads, smem};
+      .def(py::init([](std::shared_ptr<CudaKernel> kernel, uint32_t ctas, uint32_t threads, uint32_t smem,
+                       std::shared_ptr<CudaKernel> merge, int32_t block_keys, int32_t dim_qk, int32_t dim_vo) {
+             return AttentionKernel{std::move(kernel), ctas,       threads, smem,
+                                    std::move(merge),  block_keys, dim_qk,  dim_vo};
            }),
-           py::arg("kernel"), py::arg("threads"), py::arg("smem"));
-  py::class_<CudaAttentionPlan>(m, "CudaAttentionPlan").def(py::init(&make_plan)).def("run", &run_plan);
+           py::arg("kernel"), py::arg("ctas"), py::arg("threads"), py::arg("smem"), py::arg("merge") = nullptr,
+           py::arg("block_keys") = 0, py::arg("dim_qk") = 0, py::arg("dim_vo") = 0);
+  py::class_<CudaAttentionPlan>(m, "CudaAttentionPlan")
+      .def(py::init(&make_plan))
+      .def("schedule", &CudaAttentionPlan::schedule)
+      .def("run", &run_plan);
   m.def("attention_smem_bytes", &attention_smem_bytes);
+  m.def("attention_sm90_smem_bytes", &cuda::sm90_smem_bytes);
   m.def("copy_to_device", &copy_all);
   m.def("is_capturing", &is_capturing, py::arg("stream"), py::arg("device"));
 }

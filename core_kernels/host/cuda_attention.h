@@ -33,7 +33,9 @@ class AttentionStatus {
 // What a launch needs of a compiled attention kernel besides its parameters.
 struct AttentionKernel {
   std::shared_ptr<CudaKernel> kernel;
-  uint32_t threads, smem;
+  uint32_t ctas, threads, smem;
+  std::shared_ptr<CudaKernel> merge;   // of partial states, after it; null if the kernel merges them itself
+  int32_t block_keys, dim_qk, dim_vo;  // of the kernel for SM90; block_keys 0: the universal one
 };
 
 class CudaAttentionPlan {

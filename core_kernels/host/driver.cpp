@@ -32,6 +32,8 @@ enum HostAllocFlag : unsigned { kPortable = 1, kDeviceMap = 2 };
 constexpr int kCaptureModeRelaxed = 2;
 constexpr int kProgrammaticStreamSerialization = 6;  // CUlaunchAttributeID
 constexpr unsigned kEventDisableTiming = 2;
+constexpr int kElement16 = 1, kNotInterleaved = 0, kSwizzle128 = 3, kPromoteTo256 = 3,
+              kZerosOutside = 0;  // CUtensorMap
 constexpr Result kErrorNoDevice = 100, kErrorNotReady = 600;
 
 struct LaunchAttribute {  // CUlaunchAttribute
@@ -84,7 +86,9 @@ struct Driver {
   Result (*exchange_capture_mode)(int*);
   // Null in older drivers.
   Result (*launch_kernel_ex)(const LaunchConfig*, Function, void**, void**);  // CUDA 11.8
-  Result (*func_get_param_info)(Function, size_t, size_t*, size_t*);          // CUDA 12.4
+  Result (*tensor_map_encode)(cuda::TensorMap*, int, uint32_t, uintptr_t, const uint64_t*, const uint64_t*,
+                              const uint32_t*, const uint32_t*, int, int, int, int);  // CUDA 12.0
+  Result (*func_get_param_info)(Function, size_t, size_t*, size_t*);                  // CUDA 12.4
 
   Driver() {
     library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
@@ -119,6 +123,7 @@ struct Driver {
     need(stream_is_capturing, "cuStreamIsCapturing");
     need(exchange_capture_mode, "cuThreadExchangeStreamCaptureMode");
     find(launch_kernel_ex, "cuLaunchKernelEx");
+    find(tensor_map_encode, "cuTensorMapEncodeTiled");
     find(func_get_param_info, "cuFuncGetParamInfo");
   }
 
@@ -153,7 +158,7 @@ void check(const char* function, Result result) {
 }
 
 // The driver, ready for use.
-const Driver& cuda() {
+const Driver& ready() {
   const Driver& driver = library();
   if (!driver.missing.empty()) {
     throw std::runtime_error("CUDA: expected an NVIDIA driver, got none (" + driver.missing +
@@ -170,7 +175,7 @@ struct Device {
 };
 
 Device open_device(int index) {
-  const Driver& driver = cuda();
+  const Driver& driver = ready();
   int handle = 0;
   check("cuDeviceGet", driver.device_get(&handle, index));
   const auto attribute = [&](DeviceAttribute which) {
@@ -199,8 +204,8 @@ const Device& device_at(int index, bool with_context) {
   Device& device = found->second;
   if (with_context && device.context == nullptr) {
     int handle = 0;
-    check("cuDeviceGet", cuda().device_get(&handle, index));
-    check("cuDevicePrimaryCtxRetain", cuda().primary_ctx_retain(&device.context, handle));
+    check("cuDeviceGet", ready().device_get(&handle, index));
+    check("cuDevicePrimaryCtxRetain", ready().primary_ctx_retain(&device.context, handle));
   }
   return device;
 }
@@ -301,7 +306,7 @@ int cuda_device_count() {
   const Driver& driver = library();
   if (driver.missing.empty() && driver.init(0) == kErrorNoDevice) return 0;
   int count = 0;
-  check("cuDeviceGetCount", cuda().device_get_count(&count));
+  check("cuDeviceGetCount", ready().device_get_count(&count));
   return count;
 }
 
@@ -311,7 +316,9 @@ CudaKernel::CudaKernel(const void* cubin, const std::string& name, int device) :
   const Device& on = device_at(device, true);
   const Driver& driver = library();
   context_ = on.context;
-  has_pdl_ = on.properties.compute_capability >= 90 && driver.launch_kernel_ex != nullptr;
+  // Streams that are captured take such launches from CUDA 12.3 on.
+  has_pdl_ = on.properties.compute_capability >= 90 && driver.launch_kernel_ex != nullptr &&
+             cuda_driver_version().value_or(0) >= 12030;
   const Current current(context_);
   const RelaxedCapture relaxed;
   Module module = nullptr;
@@ -386,8 +393,22 @@ int CudaKernel::occupancy(uint32_t block, uint32_t smem) const {
   return ctas;
 }
 
+cuda::TensorMap encode_tensor_map(const BoxedTensor& tensor, int device) {
+  const Current current(device_at(device, true).context);
+  if (library().tensor_map_encode == nullptr) {
+    throw std::runtime_error("cuTensorMapEncodeTiled: expected a driver for CUDA 12.0 or later, got an older one");
+  }
+  cuda::TensorMap map{};
+  const std::array<uint32_t, 5> every_element = {1, 1, 1, 1, 1};
+  check("cuTensorMapEncodeTiled",
+        library().tensor_map_encode(&map, kElement16, static_cast<uint32_t>(tensor.sizes.size()), tensor.address,
+                                    tensor.sizes.data(), tensor.strides.data(), tensor.box.data(), every_element.data(),
+                                    kNotInterleaved, kSwizzle128, kPromoteTo256, kZerosOutside));
+  return map;
+}
+
 void* host_alloc(size_t bytes) {
-  const Driver& driver = cuda();
+  const Driver& driver = ready();
   Context context = nullptr;
   check("cuCtxGetCurrent", driver.ctx_get_current(&context));
   const Current current(context == nullptr ? device_at(0, true).context : context);

@@ -6,6 +6,7 @@
 // restores what was current before.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -13,6 +14,8 @@
 #include <string>
 #include <type_traits>
 #include <vector>
+
+#include "device/common/tensor_map.h"
 
 namespace flashinfer_core {
 
@@ -78,6 +81,22 @@ class CudaKernel {
   size_t params_bytes_ = 0;  // 0: the driver is too old to tell
   mutable std::atomic<uint32_t> allowed_smem_{0};
 };
+
+// A tensor of 16-bit elements, innermost dimension first, as the copy engine (TMA, SM90) reads boxes of it. An address
+// and strides are multiples of 16 bytes. Rows of a box, 128 bytes, lie swizzled in shared memory; what is outside of
+// the tensor is zero there.
+struct BoxedTensor {
+  uintptr_t address;
+  std::array<uint64_t, 5> sizes;
+  std::array<uint64_t, 4> strides;  // in bytes, of all dimensions but the innermost
+  std::array<uint32_t, 5> box;
+
+  bool operator==(const BoxedTensor& other) const {
+    return address == other.address && sizes == other.sizes && strides == other.strides && box == other.box;
+  }
+};
+
+cuda::TensorMap encode_tensor_map(const BoxedTensor& tensor, int device);
 
 // Pinned memory for all devices, which use the same address; zeroed, never freed.
 void* host_alloc(size_t bytes);

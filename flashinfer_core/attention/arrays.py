@@ -10,7 +10,7 @@ import torch
 
 from flashinfer_core._checks import check_tensor
 
-NativeBatch = tuple[int, int, int, int, int, int, int, int, int, int]
+NativeBatch = tuple[int, int, int, int, int, int, int, int, int, int, int, int]
 _INT32_MAX = 2**31 - 1
 
 
@@ -24,8 +24,9 @@ class ArgumentNames:
     kv_last_page_len: str = "kv_last_page_len"
     kv_lens: str = "kv_lens"
     block_table: str = "block_table"
+    rows: str = "rows"
 
-    def as_tuple(self) -> tuple[str, str, str, str, str, str]:
+    def as_tuple(self) -> tuple[str, str, str, str, str, str, str]:
         """Return the names in the order of native code."""
         return (
             self.qo_indptr,
@@ -34,6 +35,7 @@ class ArgumentNames:
             self.kv_last_page_len,
             self.kv_lens,
             self.block_table,
+            self.rows,
         )
 
 
@@ -78,6 +80,8 @@ class BatchArrays(NamedTuple):
     kv_indptr: torch.Tensor | None
     kv_last_page_len: torch.Tensor | None
     kv_lens: torch.Tensor | None
+    rows: torch.Tensor | None
+    num_rows: int  # of a dense table with `rows`
 
     @staticmethod
     def check(
@@ -89,6 +93,7 @@ class BatchArrays(NamedTuple):
         kv_indptr: torch.Tensor | None,
         kv_indices: torch.Tensor | None,
         kv_last_page_len: torch.Tensor | None,
+        rows: torch.Tensor | None,
     ) -> BatchArrays:
         """Check the arguments of `AttentionPlan`, whose values are native code's to check."""
         if isinstance(qo_indptr, int):
@@ -103,9 +108,14 @@ class BatchArrays(NamedTuple):
             raise ValueError(f"{name}: expected at least one entry, got none")
         if kv_lens is not None:
             _check_index(names.kv_lens, kv_lens, num_requests)
-        table, table_size, row_stride = None, _INT32_MAX, 0
+        table, table_size, row_stride, num_rows = None, _INT32_MAX, 0, 0
+        if rows is not None:
+            _check_index(names.rows, rows, num_requests)
+            if block_table is None:
+                raise ValueError(f"{names.block_table}: expected a table, of which {names.rows} has rows, got None")
+            num_rows = block_table.shape[0]
         if block_table is not None:
-            _check_index(names.block_table, block_table, num_requests, None)
+            _check_index(names.block_table, block_table, num_requests if rows is None else None, None)
             table, table_size, row_stride = block_table, block_table.shape[1], block_table.stride(0)
             kv_indptr = kv_last_page_len = None
         elif kv_indptr is not None:
@@ -118,12 +128,10 @@ class BatchArrays(NamedTuple):
                     _check_index(names.kv_last_page_len, kv_last_page_len, num_requests)
         elif page_size is not None or num_requests != 1:
             raise ValueError(f"{names.kv_indptr}: expected where each request's keys begin, got None")
-        q_len = qo_indptr if isinstance(qo_indptr, int) else 0
-        rows = None if isinstance(qo_indptr, int) else qo_indptr
         return BatchArrays(
             num_requests,
-            rows,
-            q_len,
+            None if isinstance(qo_indptr, int) else qo_indptr,
+            qo_indptr if isinstance(qo_indptr, int) else 0,
             page_size or 0,
             table,
             table_size,
@@ -131,6 +139,8 @@ class BatchArrays(NamedTuple):
             kv_indptr,
             kv_last_page_len,
             kv_lens,
+            rows,
+            num_rows,
         )
 
     def device(self, names: ArgumentNames, wanted: torch.device | None) -> torch.device:
@@ -174,6 +184,8 @@ class BatchArrays(NamedTuple):
             found["kv_last_page_len"] = self.kv_last_page_len
         if self.kv_lens is not None:
             found["kv_lens"] = self.kv_lens
+        if self.rows is not None:
+            found["rows"] = self.rows
         return found
 
     def moved(self, arrays: Mapping[str, torch.Tensor]) -> BatchArrays:
@@ -209,8 +221,14 @@ class BatchArrays(NamedTuple):
             of("kv_indptr", 0),
             of("kv_last_page_len", 0),
             of("kv_lens", 0),
+            of("rows", 0),
+            self.num_rows,
         )
 
 
 def _check_index(name: str, t: torch.Tensor | None, *shape: int | None) -> None:
+    if type(t) is torch.Tensor and t.dtype is torch.int32 and t.dim() == 1 and t.is_contiguous() and len(shape) < 2:
+        size = shape[0] if shape else None  # a vector as it should be: a plan checks several, and this is cheaper
+        if (size is None or t.numel() == size) and (t.is_cpu or t.is_cuda):
+            return
     check_tensor(name, t, dtypes=(torch.int32,), shape=shape or (None,), last_dim_contiguous=True)

@@ -14,14 +14,15 @@ import torch
 from flashinfer_core import _native
 from flashinfer_core._cuda import current_stream
 from flashinfer_core.attention.arrays import ArgumentNames, BatchArrays
+from flashinfer_core.attention.dispatch import Brought, Planned, lack_of_plan, lack_of_run
 from flashinfer_core.attention.kernels import Features, Variant, load_attention, load_schedule, smem_of
 from flashinfer_core.attention.layout import Layout
 from flashinfer_core.attention.memory import PlanMemory
 from flashinfer_core.attention.options import NO_GPU_SCALES, GpuScales
-from flashinfer_core.attention.tiles import Tile, choose_tile, ctas_per_sm, tile_name
+from flashinfer_core.attention.tiles import SM90_TILES, Sm90Tile, Tile, choose_tile, ctas_per_sm, tile_name
 
 _NEVER_CUT = 2**31 - 1
-_SCHEDULE_BYTES, _REQUEST_BYTES = 16, 32  # of the structs of core_kernels/device/attention/params.h
+_SCHEDULE_BYTES, _REQUEST_BYTES = 32, 32  # of the structs of core_kernels/device/attention/params.h
 
 
 @dataclass
@@ -34,6 +35,8 @@ class CudaBatch:
     held: tuple[torch.Tensor, ...]  # what `native` has the addresses of
     head_dims: tuple[int, int]
     tile: str
+    backend: str  # as asked for: "auto", "fa2" or "fa3"
+    sm90: bool  # whether the kernel for SM90 runs, if the tensors let it
 
     def __post_init__(self) -> None:
         self._device = self.memory.device.index
@@ -77,11 +80,22 @@ class CudaBatch:
         kernel = layout.kernels.get(features)
         if kernel is None:
             variant = Variant(*layout.dtypes, *self.head_dims, self.tile, Features(*features))
-            kernel = layout.kernels[features] = load_attention(variant, device)
+            lack = lack_of_run(Brought(layout.dtypes[1].itemsize, direct, rope, layout.mapped))
+            if lack is not None and self.backend == "fa3":
+                raise NotImplementedError(f"backend: expected {lack} for 'fa3', got none; use 'auto' or 'fa2'")
+            kernel = layout.kernels[features] = load_attention(variant, device, self.sm90 and lack is None)
         mask_bytes = 0 if custom_mask is None else custom_mask.numel()
         positions = 0 if rope_cos_sin is None else rope_cos_sin.shape[0]
         while not self.native.run(layout.native, arguments, kernel, stream, _addresses(scales), mask_bytes, positions):
             self.memory.raise_fault()
+
+    def refresh(self) -> None:
+        """Queue the kernel that cuts the batch once more, for arrays on the GPU whose values have changed."""
+        self.memory.raise_fault()
+        stream = current_stream(self._device)
+        if stream != self._stream:
+            self._used_on(stream)
+        self.native.schedule(load_schedule(self._device), stream)
 
     def _used_on(self, stream: int) -> None:
         """Keep the memory from other uses until what was queued on another stream is done."""
@@ -111,8 +125,9 @@ def schedule(
     window_left: int,
     fixed_split_size: int | None,
     disable_split_kv: bool,
-    q_len_hint: int | None,
+    q_len_hint: float | None,
     kv_bytes: int,
+    backend: str,
 ) -> CudaBatch:
     """Check a batch as far as it is in host memory, bring it to the GPU and queue the kernel that cuts it.
 
@@ -124,8 +139,10 @@ def schedule(
     host = _check_on_host(arrays, group, names)
     invariant = disable_split_kv or fixed_split_size is not None
     if memory.tile is None or memory.buffers is None:
-        memory.tile = _tile_of(arrays, host, group, q_len_hint, invariant)
-    tile, num_ctas = _tile_and_ctas(memory.tile, head_dim_qk, head_dim_vo, kv_bytes, device)
+        memory.tile = "m128" if backend == "fa3" else _tile_of(arrays, host, group, q_len_hint, invariant)
+    page_size = arrays.page_size or None
+    sm90 = _runs_sm90(backend, memory.tile, head_dim_qk, head_dim_vo, kv_bytes, page_size, device)
+    tile, num_ctas = _tile_and_ctas(memory.tile, head_dim_qk, head_dim_vo, kv_bytes, device, sm90)
     if disable_split_kv:
         fixed_chunk, slots = _NEVER_CUT, 0
     elif fixed_split_size is not None:
@@ -134,10 +151,10 @@ def schedule(
     else:
         fixed_chunk, slots = 0, 2 * num_ctas  # of which each cut tile takes less than twice its share
 
+    slots = memory.slots(slots)
     placed = memory.place(arrays, names)
-    head = memory.pool.reserve(
-        "work list", _SCHEDULE_BYTES + _REQUEST_BYTES * arrays.num_requests, torch.uint8, zero=True
-    )
+    most_requests = max(arrays.num_requests, memory.max_requests)
+    head = memory.pool.reserve("work list", _SCHEDULE_BYTES + _REQUEST_BYTES * most_requests, torch.uint8, zero=True)
     partials, address, arrivals = memory.partials(slots, tile.rows, head_dim_vo)
     work_list = head.data_ptr()
     native = _native.CudaAttentionPlan(
@@ -162,7 +179,7 @@ def schedule(
         arrivals.data_ptr(),
     )
     held = (head, partials, arrivals, *placed.held)
-    return CudaBatch(native, host, memory, held, (head_dim_qk, head_dim_vo), memory.tile)
+    return CudaBatch(native, host, memory, held, (head_dim_qk, head_dim_vo), memory.tile, backend, sm90)
 
 
 def _check_on_host(arrays: BatchArrays, group: int, names: ArgumentNames) -> _native.HostBatch:
@@ -176,12 +193,31 @@ def _check_on_host(arrays: BatchArrays, group: int, names: ArgumentNames) -> _na
 
 
 @functools.cache
-def _tile_and_ctas(name: str, dim_qk: int, dim_vo: int, kv_bytes: int, device: int) -> tuple[Tile, int]:
+def _runs_sm90(
+    backend: str, tile: str, dim_qk: int, dim_vo: int, kv_bytes: int, page_size: int | None, device: int
+) -> bool:
+    """Whether the kernel for SM90 runs a plan, if the tensors let it; refuse a backend that cannot."""
+    if backend == "fa2":
+        return False
+    capability = _native.cuda_device(device).compute_capability
+    lack = lack_of_plan(Planned(capability, tile, dim_qk, dim_vo, kv_bytes, page_size), fast=backend == "auto")
+    if lack is not None and backend == "fa3":
+        raise NotImplementedError(f"backend: expected {lack} for 'fa3', got none; use 'auto' or 'fa2'")
+    return lack is None
+
+
+@functools.cache
+def _tile_and_ctas(
+    name: str, dim_qk: int, dim_vo: int, kv_bytes: int, device: int, sm90: bool
+) -> tuple[Tile | Sm90Tile, int]:
     """Return the tile for a kind, and how many CTAs walk such tiles on a GPU."""
+    num_sms = _native.cuda_device(device).num_sms
+    if sm90:
+        return SM90_TILES[dim_qk, dim_vo], num_sms
     smem = smem_of(device)
     choose_tile(name, dim_qk, dim_vo, 2, smem.of_cta)  # refuses what does not fit
     tile = choose_tile(name, dim_qk, dim_vo, kv_bytes, smem.of_cta)
-    return tile, ctas_per_sm(tile, dim_qk, dim_vo, kv_bytes, smem.of_sm) * _native.cuda_device(device).num_sms
+    return tile, ctas_per_sm(tile, dim_qk, dim_vo, kv_bytes, smem.of_sm) * num_sms
 
 
 @functools.cache
@@ -190,7 +226,9 @@ def _needs_direct(device: int) -> bool:
     return _native.cuda_device(device).compute_capability < 80
 
 
-def _tile_of(arrays: BatchArrays, host: _native.HostBatch, group: int, q_len_hint: int | None, invariant: bool) -> str:
+def _tile_of(
+    arrays: BatchArrays, host: _native.HostBatch, group: int, q_len_hint: float | None, invariant: bool
+) -> str:
     """Return the kind of tile for a batch; for results that must not depend on the batch, one that does not either."""
     if arrays.qo_indptr is None:
         return tile_name(arrays.q_len * group)

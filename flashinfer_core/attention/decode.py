@@ -42,7 +42,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedAttentionWrapper):
     paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer
         int32 ``[batch + 1]``, ``[at least the pages of any plan]``, ``[batch]``; used with `use_cuda_graph`.
     backend
-        ``"auto"``, or ``"fa2"``, the CUDA kernel of all GPUs.
+        ``"auto"``, or ``"fa2"``, the CUDA kernel of all GPUs, or ``"fa3"``, that of SM90.
     jit_args, jit_kwargs
         Only ``None``: custom CUDA variants are not in this version.
 

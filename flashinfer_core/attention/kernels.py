@@ -10,7 +10,7 @@ import torch
 
 from flashinfer_core import _native, jit
 from flashinfer_core._checks import DTYPE_CODES
-from flashinfer_core.attention.tiles import choose_tile, ctas_per_sm
+from flashinfer_core.attention.tiles import SM90_TILES, choose_tile, ctas_per_sm
 
 SCHEDULE = jit.KernelSpec("schedule_attention", "attention/schedule.cuh")
 Q_DTYPES = (torch.float16, torch.bfloat16)
@@ -73,10 +73,24 @@ class Variant(NamedTuple):
 
 
 def attention_spec(variant: Variant, smem: Smem) -> jit.KernelSpec:
-    """Return the spec of an attention kernel for a GPU with so much shared memory."""
-    q, kv, out, dim_qk, dim_vo, _, features = variant
+    """Return the spec of the universal kernel for a GPU with so much shared memory."""
+    dim_qk, dim_vo = variant.dim_qk, variant.dim_vo
     tile = choose_tile(variant.tile, dim_qk, dim_vo, variant.kv_bytes, smem.of_cta)
-    name = f"attention_sm80_{_NAMES[q]}_d{dim_qk}_{tile.name}"
+    min_ctas = ctas_per_sm(tile, dim_qk, dim_vo, variant.kv_bytes, smem.of_sm)
+    shape = (tile.warps_m, tile.warps_kv, tile.rows_per_warp, tile.block_keys, tile.stages, min_ctas)
+    return _spec("attention_sm80", tile.name, variant, shape)
+
+
+def attention_sm90_spec(variant: Variant) -> jit.KernelSpec:
+    """Return the spec of the kernel for SM90."""
+    tile = SM90_TILES[variant.dim_qk, variant.dim_vo]
+    shape = (tile.rows // 16, tile.warps_kv, 16, tile.block_keys, tile.stages, 1)
+    return _spec("attention_sm90", f"k{tile.block_keys}", variant, shape)
+
+
+def _spec(kernel: str, tile: str, variant: Variant, shape: tuple[int, ...]) -> jit.KernelSpec:
+    q, kv, out, dim_qk, dim_vo, _, features = variant
+    name = f"{kernel}_{_NAMES[q]}_d{dim_qk}_{tile}"
     if kv != q:
         name += f"_kv{_NAMES[kv]}"
     if dim_vo != dim_qk:
@@ -84,35 +98,52 @@ def attention_spec(variant: Variant, smem: Smem) -> jit.KernelSpec:
     if out != q:
         name += f"_o{_NAMES[out]}"
     name += "".join(f"_{feature.replace('_', '')}" for feature, used in features._asdict().items() if used)
+    macros = ("WARPS_M", "WARPS_KV", "ROWS_PER_WARP", "BLOCK_KEYS", "STAGES", "MIN_CTAS")
     return jit.KernelSpec(
         name,
-        "attention/attention_sm80.cuh",
+        f"attention/{kernel}.cuh",
         (
             ("FIC_Q_DTYPE", DTYPE_CODES[q]),
             ("FIC_KV_DTYPE", DTYPE_CODES[kv]),
             ("FIC_O_DTYPE", DTYPE_CODES[out]),
             ("FIC_DIM_QK", dim_qk),
             ("FIC_DIM_VO", dim_vo),
-            ("FIC_WARPS_M", tile.warps_m),
-            ("FIC_WARPS_KV", tile.warps_kv),
-            ("FIC_ROWS_PER_WARP", tile.rows_per_warp),
-            ("FIC_BLOCK_KEYS", tile.block_keys),
-            ("FIC_STAGES", tile.stages),
-            ("FIC_MIN_CTAS", ctas_per_sm(tile, dim_qk, dim_vo, variant.kv_bytes, smem.of_sm)),
+            *((f"FIC_{macro}", value) for macro, value in zip(macros, shape, strict=True)),
             *((f"FIC_{feature.upper()}", int(used)) for feature, used in features._asdict().items()),
         ),
     )
 
 
+def merge_spec(variant: Variant, smem: Smem) -> jit.KernelSpec:
+    """Return the spec of the kernel that merges what an attention kernel with tiles of many rows leaves."""
+    out, dim = variant.o_dtype, variant.dim_vo
+    number = out if out in Q_DTYPES else torch.float16  # nothing of the queries or keys matters
+    alike = Variant(number, number, out, dim, dim, variant.tile, Features(direct=variant.features.direct))
+    spec = attention_spec(alike, smem)
+    direct = "_direct" if variant.features.direct else ""
+    name = f"merge_chunks_{_NAMES[out]}_d{dim}_{variant.tile}{direct}"
+    return jit.KernelSpec(name, "attention/merge_chunks.cuh", spec.defines)
+
+
 @functools.cache
-def load_attention(variant: Variant, device: int) -> _native.AttentionKernel:
-    """Return an attention kernel, ready to launch on a GPU; the first call for a variant may compile it."""
+def load_attention(variant: Variant, device: int, sm90: bool) -> _native.AttentionKernel:
+    """Return the kernel for SM90 or the universal one, ready to launch; the first call for a variant may compile it."""
     smem = smem_of(device)
-    tile = choose_tile(variant.tile, variant.dim_qk, variant.dim_vo, variant.kv_bytes, smem.of_cta)
-    kernel = jit.load(attention_spec(variant, smem), device)
-    return _native.AttentionKernel(
-        kernel, tile.threads, tile.smem_bytes(variant.dim_qk, variant.dim_vo, variant.kv_bytes)
-    )
+    num_sms = _native.cuda_device(device).num_sms
+    dims = variant.dim_qk, variant.dim_vo
+    if sm90:
+        shape = SM90_TILES[dims]
+        kernel = jit.load(attention_sm90_spec(variant), device)
+        merge = jit.load(merge_spec(variant, smem), device)
+        return _native.AttentionKernel(
+            kernel, num_sms, shape.threads, shape.smem_bytes(*dims), merge, shape.block_keys, *dims
+        )
+    tile = choose_tile(variant.tile, *dims, variant.kv_bytes, smem.of_cta)
+    ctas = num_sms * ctas_per_sm(tile, *dims, variant.kv_bytes, smem.of_sm)
+    universal = jit.load(attention_spec(variant, smem), device)
+    merge_after = jit.load(merge_spec(variant, smem), device) if tile.warps_kv == 1 else None
+    smem_bytes = tile.smem_bytes(*dims, variant.kv_bytes)
+    return _native.AttentionKernel(universal, ctas, tile.threads, smem_bytes, merge_after)
 
 
 @functools.cache
@@ -139,3 +170,9 @@ def specs(arch: str) -> Iterator[jit.KernelSpec]:
                 features = Features(direct=capability < 80)
                 variant = Variant(dtype, dtype, dtype, dim, dim, tile, features)
                 yield attention_spec(variant, smem)
+                if tile != "m16":
+                    yield merge_spec(variant, smem)
+    if capability == 90:
+        for dtype in Q_DTYPES:
+            for dims in SM90_TILES:
+                yield attention_sm90_spec(Variant(dtype, dtype, dtype, *dims, "m128"))

@@ -8,6 +8,7 @@ import torch
 
 from flashinfer_core import _native
 from flashinfer_core._checks import DTYPE_CODES, FLOAT_DTYPES, FP8_DTYPES, check_tensor
+from flashinfer_core.attention.dispatch import MAX_STRIDE
 from flashinfer_core.attention.kernels import Q_DTYPES
 
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -22,6 +23,7 @@ class Layout:
     native: _native.TensorLayout
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
     aligned: bool  # whether the rows of tensors that begin at a multiple of 16 bytes do so too
+    mapped: bool  # whether a tensor map of SM90 can have the strides of K and V
     num_pages: int  # of K; without pages tokens
     v_offset: int  # in bytes from K to V, where one tensor holds both
     kernels: dict[tuple[bool, ...], _native.AttentionKernel] = field(default_factory=dict)  # on a GPU, by `Features`
@@ -118,7 +120,8 @@ def check_layout(
     )
     aligned = all(_has_aligned_rows(t) for t in (q, k, v, out))
     dtypes = (q.dtype, k.dtype, out.dtype)
-    return Layout(signature, native, dtypes, aligned, k.shape[0], v.data_ptr() - k.data_ptr())
+    mapped = _fits_tensor_map(k) and _fits_tensor_map(v)
+    return Layout(signature, native, dtypes, aligned, mapped, k.shape[0], v.data_ptr() - k.data_ptr())
 
 
 def check_device(name: str, t: torch.Tensor, device: torch.device) -> None:
@@ -135,5 +138,14 @@ def _kv_strides(t: torch.Tensor, on_gpu: bool) -> tuple[int, ...]:
 
 def _has_aligned_rows(t: torch.Tensor) -> bool:
     size = t.element_size()
-    strides = zip(t.shape[:-1], t.stride()[:-1], strict=True)
-    return t.shape[-1] * size % 16 == 0 and all(n <= 1 or stride * size % 16 == 0 for n, stride in strides)
+    return t.shape[-1] * size % 16 == 0 and all(stride * size % 16 == 0 for stride in _strides(t))
+
+
+def _fits_tensor_map(t: torch.Tensor) -> bool:
+    size = t.element_size()
+    return t.shape[0] > 0 and all(0 < stride * size < MAX_STRIDE for stride in _strides(t))
+
+
+def _strides(t: torch.Tensor) -> list[int]:
+    """Return the strides of the dimensions before the last that have more than one index."""
+    return [stride for n, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True) if n > 1]

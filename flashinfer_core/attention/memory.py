@@ -83,6 +83,9 @@ class PlanMemory:
     scratch
         Memory for partial results in place of this one's own. They live during a run only, so plans that run on one
         stream may share it.
+    max_requests
+        The most requests of a batch. It makes the memory a fixed one without buffers: the arrays of a batch are read
+        where the caller has them, and a captured run replays with what a later plan of as many requests wrote.
     """
 
     def __init__(
@@ -91,12 +94,15 @@ class PlanMemory:
         buffers: Mapping[str, Buffer] | None = None,
         workspace: torch.Tensor | None = None,
         scratch: Pool | None = None,
+        max_requests: int = 0,
     ) -> None:
         self.device = device
         self.buffers = buffers
         self.workspace = workspace
         self.tile: str | None = None
-        self.pool = Pool(device, buffers is not None)
+        self._slots: int | None = None
+        self.max_requests = max_requests
+        self.pool = Pool(device, buffers is not None or max_requests > 0)
         self.status = _native.AttentionStatus()
         self._scratch = self.pool if scratch is None else scratch
         self._table: int | None = None
@@ -146,7 +152,8 @@ class PlanMemory:
         if arrays.table is None:
             return 0
         if arrays.kv_indptr is None:
-            return arrays.row_stride * (arrays.num_requests - 1) + arrays.table_size
+            rows = arrays.num_requests if arrays.rows is None else arrays.num_rows
+            return arrays.row_stride * (rows - 1) + arrays.table_size
         buffer = None if self.buffers is None else self.buffers.get("kv_indices")
         return arrays.table_size if buffer is None or buffer.tensor is None else buffer.tensor.numel()
 
@@ -155,6 +162,22 @@ class PlanMemory:
         sizes = {**self.pool.bytes(), **self._scratch.bytes()}
         partial = sizes.pop("partial results", 0)
         return partial, sum(sizes.values())
+
+    def slots(self, wanted: int) -> int:
+        """Return for how many partial results to lay out memory that has to hold so many.
+
+        In a fixed memory as many as in the first plan: a captured run reads them where they lay then.
+        """
+        if self.buffers is None:
+            return wanted
+        if self._slots is None:
+            self._slots = wanted
+        if wanted > self._slots:
+            raise ValueError(
+                f"plan: expected a batch that is cut into no more pieces than the first, since use_cuda_graph is set: "
+                f"{self._slots}, got {wanted}; make the first plan with the largest batch"
+            )
+        return self._slots
 
     def partials(self, slots: int, rows: int, dim: int) -> tuple[torch.Tensor, int, torch.Tensor]:
         """Return memory for partial outputs and log-sum-exps, its address, and the counters of finished pieces."""
@@ -183,6 +206,7 @@ class PlanMemory:
             5: table if self._page_size else f"{names.kv_indptr}: expected rows of k and v",
             6: f"q: expected the rows that {names.qo_indptr} ends at",
             7: "fixed_split_size: expected no more pieces than the workspace was sized for",
+            8: f"{names.rows}: expected rows of {names.block_table}",
         }[fault]
         raise RuntimeError(f"{what}, got {value} for request {request}; found on {self.device} by an earlier call")
 

@@ -131,10 +131,8 @@ def dtype_of(name: str, dtype: DType, known: tuple[torch.dtype, ...] = FLOAT_DTY
 def check_backend(backend: str, device: torch.device | None) -> None:
     """Refuse a backend that does not exist, or not for the device if that is known."""
     check_choice("backend", backend, BACKENDS)
-    if backend == "fa2" and device is not None and device.type == "cpu":
-        refuse("backend", backend, "auto", "it names the CUDA kernel, and the tensors are on the CPU")
-    if backend == "fa3":
-        refuse("backend", backend, "auto", "its kernels are not in this version")
+    if backend != "auto" and device is not None and device.type == "cpu":
+        refuse("backend", backend, "auto", "it names a CUDA kernel, and the tensors are on the CPU")
 
 
 def get_alibi_slopes(n_heads: int, device: torch.device | str | None = None) -> torch.Tensor:

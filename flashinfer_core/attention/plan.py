@@ -48,6 +48,9 @@ class AttentionPlan:
     block_table
         int32 ``[requests, most pages of a request]`` with any row stride; entries past a request's last page are not
         read.
+    rows
+        int32 ``[requests]``: the row of `block_table` that each request has, if not its own number; the table may then
+        have any number of rows.
     kv_indptr, kv_indices, kv_last_page_len
         int32 ``[requests + 1]``, ``[pages]``, ``[requests]``.
     causal
@@ -71,6 +74,9 @@ class AttentionPlan:
         About the query rows of a request, for the choice of a kernel where their numbers are on the GPU.
     kv_dtype
         Of K and V, if known: a hint for the size of the work list.
+    backend
+        On a GPU ``"fa2"``, the universal kernel, ``"fa3"``, that for SM90, or ``"auto"``: the latter where it applies,
+        see `flashinfer_core.attention.dispatch`.
 
     Raises
     ------
@@ -100,6 +106,7 @@ class AttentionPlan:
         head_dim_vo: int | None = None,
         page_size: int | None = None,
         block_table: torch.Tensor | None = None,
+        rows: torch.Tensor | None = None,
         kv_indptr: torch.Tensor | None = None,
         kv_indices: torch.Tensor | None = None,
         kv_last_page_len: torch.Tensor | None = None,
@@ -111,8 +118,9 @@ class AttentionPlan:
         device: torch.device | None = None,
         buffers: Mapping[str, Buffer] | None = None,
         memory: PlanMemory | None = None,
-        q_len_hint: int | None = None,
+        q_len_hint: float | None = None,
         kv_dtype: torch.dtype | None = None,
+        backend: str = "auto",
     ) -> None:
         check_int("num_kv_heads", num_kv_heads, 1)
         check_int("num_qo_heads", num_qo_heads, 1)
@@ -127,7 +135,7 @@ class AttentionPlan:
         if fixed_split_size is not None:
             check_int("fixed_split_size", fixed_split_size, 1)
         arrays = BatchArrays.check(
-            names, qo_indptr, kv_lens, page_size, block_table, kv_indptr, kv_indices, kv_last_page_len
+            names, qo_indptr, kv_lens, page_size, block_table, kv_indptr, kv_indices, kv_last_page_len, rows
         )
         self.device = arrays.device(names, device)
         self.arrays = arrays
@@ -169,6 +177,7 @@ class AttentionPlan:
                 disable_split_kv=disable_split_kv,
                 q_len_hint=q_len_hint,
                 kv_bytes=2 if kv_dtype is None else kv_dtype.itemsize,
+                backend=backend,
             )
         self.num_queries: int | None = self._batch.num_queries
         self._kv_extent: int = self._batch.kv_extent
@@ -177,6 +186,21 @@ class AttentionPlan:
     def kv_lens(self) -> list[int] | None:
         """Keys of each request, unless only the GPU knows them."""
         return self._batch.kv_lens
+
+    @property
+    def backend(self) -> str:
+        """The kernel that runs: ``"cpu"``, ``"fa2"``, or ``"fa3"`` if the tensors let it."""
+        if not isinstance(self._batch, CudaBatch):
+            return "cpu"
+        return "fa3" if self._batch.sm90 else "fa2"
+
+    def refresh(self) -> None:
+        """Plan anew for arrays that are all on a GPU and whose values, not their places, have changed.
+
+        As cheap as a kernel launch, and like it part of a CUDA graph that is captured.
+        """
+        assert isinstance(self._batch, CudaBatch)
+        self._batch.refresh()
 
     def run(
         self,

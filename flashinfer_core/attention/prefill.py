@@ -40,7 +40,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedAttentionWrapper):
     custom_mask_buf, mask_indptr_buf
         uint8 and int32 ``[batch + 1]``: where `plan` copies packed masks with `use_cuda_graph`.
     backend
-        ``"auto"``, or ``"fa2"``, the CUDA kernel of all GPUs.
+        ``"auto"``, or ``"fa2"``, the CUDA kernel of all GPUs, or ``"fa3"``, that of SM90.
     jit_args, jit_kwargs, variant_owns_mask
         Custom CUDA variants, which are not in this version: None and False.
     max_total_num_rows

@@ -133,7 +133,8 @@ def single_prefill_with_kv_cache(
     rope_scale, rope_theta
         Of ``"ROPE_LLAMA"``; 1 and 10,000 by default.
     backend
-        ``"auto"``, or for tensors on a GPU ``"fa2"``, the kernel of all GPUs. ``"fa3"`` is not in this version.
+        ``"auto"``, or for tensors on a GPU ``"fa2"``, the kernel of all GPUs, or ``"fa3"``, that of SM90, which is
+        refused where it does not apply.
     return_lse
         Also return the log-sum-exp.
     kv_cache_sf
@@ -166,7 +167,9 @@ def single_prefill_with_kv_cache(
         causal and not masked, pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
     )
     out_dtype = q.dtype if o_dtype is None else dtype_of("o_dtype", o_dtype)
-    out, lse = _single(q, k, v, kv_layout, options, None, k_scale, v_scale, out_dtype, custom_mask, packed_custom_mask)
+    out, lse = _single(
+        q, k, v, kv_layout, options, None, k_scale, v_scale, out_dtype, custom_mask, packed_custom_mask, backend
+    )
     return (out, lse) if return_lse else out
 
 
@@ -182,6 +185,7 @@ def _single(
     out_dtype: torch.dtype,
     custom_mask: torch.Tensor | None,
     packed_custom_mask: torch.Tensor | None,
+    backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     check_choice("kv_layout", kv_layout, KV_LAYOUTS)
     check_tensor("k", k, dtypes=_KV_DTYPES, ndim=3)
@@ -210,6 +214,7 @@ def _single(
         options.pos_encoding_mode,
         options.rope_scale,
         options.rope_theta,
+        backend,
     )
     return out, lse
 
@@ -217,7 +222,7 @@ def _single(
 @native_op(
     "Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) lse, float[] factors, Tensor?[] scales, "
     "Tensor? custom_mask, Tensor? packed_custom_mask, bool causal, int window_left, float? sm_scale, "
-    "float logits_soft_cap, str pos_encoding_mode, float rope_scale, float rope_theta"
+    "float logits_soft_cap, str pos_encoding_mode, float rope_scale, float rope_theta, str backend"
 )
 def _single_attention(
     q: torch.Tensor,
@@ -236,12 +241,13 @@ def _single_attention(
     pos_encoding_mode: str,
     rope_scale: float,
     rope_theta: float,
+    backend: str,
 ) -> None:
     options = AttentionOptions(
         causal, window_left, sm_scale, logits_soft_cap, pos_encoding_mode, rope_scale, rope_theta
     )
     heads, dim_qk, dim_vo = q.shape[1], q.shape[2], v.shape[2]
-    plan = _plan(q.device, len(q), len(k), heads, k.shape[1], dim_qk, dim_vo, causal, window_left)
+    plan = _plan(q.device, len(q), len(k), heads, k.shape[1], dim_qk, dim_vo, causal, window_left, k.dtype, backend)
     arrays = plan.arrays
     if not (q.is_cuda and is_capturing(q.device)):
         arrays = arrays.moved({"kv_lens": torch.tensor([len(k)], dtype=torch.int32)})  # for which the mask is checked
@@ -295,6 +301,8 @@ def _make_plan(
     head_dim_vo: int,
     causal: bool,
     window_left: int,
+    kv_dtype: torch.dtype,
+    backend: str,
 ) -> AttentionPlan:
     # A number that the host knows is filled in on the GPU: that needs no copy, so it may be captured.
     return AttentionPlan(
@@ -308,4 +316,6 @@ def _make_plan(
         window_left=window_left,
         device=device,
         memory=memory,
+        kv_dtype=kv_dtype,
+        backend=backend,
     )

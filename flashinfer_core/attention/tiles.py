@@ -1,7 +1,8 @@
-"""Tile shapes of the CUDA attention kernel: the one place where a tile size appears.
+"""Tile shapes of the CUDA attention kernels: the one place where a tile size appears.
 
 A tile is some packed query rows (token * group + head in group) of one KV head; a CTA walks the keys of a tile's chunk
 block by block through a ring of stages in shared memory. See ``TileShape`` in core_kernels/device/attention/params.h.
+Which kernel runs is said in `flashinfer_core.attention.dispatch`.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ TILES = {
         # CTAs has 128 KiB under way. 64 requests of 2,048 keys: 4.0 TB/s; two stages and three CTAs 3.8, four stages
         # and one CTA 3.3. At head_dim 64 four CTAs fit: 64 x 4,096: 4.0 TB/s, two with blocks of 32 keys 3.8.
         Tile("m16", 1, 4, 16, 16, 16, 3, ctas=4, min_chunk=256),
-        # The same bytes in a stage where the cache is FP8: 64 x 4,096: 3.4 TB/s, with blocks of 16 keys 2.9.
+        # The same bytes in a stage where the cache is FP8: 64 x 4,096: 3.6 TB/s, as with two stages and three CTAs.
         Tile("m16_k32", 1, 4, 16, 32, 16, 3, ctas=2, min_chunk=256),
         # Few tokens a request (speculation, short appends): a quarter of the rows of m128, so little padding.
         Tile("m64", 4, 1, 16, 64, 32, 2, ctas=2, min_chunk=512),
@@ -140,3 +141,30 @@ def ctas_per_sm(tile: Tile, dim_qk: int, dim_vo: int, kv_bytes: int, smem_of_sm:
     by_smem = smem_of_sm // (tile.smem_bytes(dim_qk, dim_vo, kv_bytes) + reserved)
     by_registers = 65536 // (tile.threads * tile.registers(dim_qk, dim_vo))
     return max(1, min(tile.ctas, by_smem, by_registers))
+
+
+@dataclass(frozen=True)
+class Sm90Tile:
+    """How the kernel for SM90 walks the keys of a tile of 128 rows."""
+
+    block_keys: int
+    stages: int
+    min_chunk: int = 512  # keys that are not worth cutting further
+
+    rows = 128
+    threads = 384
+    warps_kv = 1
+
+    def smem_bytes(self, dim_qk: int, dim_vo: int) -> int:
+        """Return the dynamic shared memory of a CTA, of which an SM holds one."""
+        return _native.attention_sm90_smem_bytes(self.block_keys, self.stages, dim_qk, dim_vo)
+
+
+# By head_dim_qk and head_dim_vo; the figures are of one H200, bf16, 32 query heads on 8 KV heads, 4 x 4,096 causal, in
+# TFLOP/s. Each block has its fixed costs, so blocks are as long as scores and weights find place in registers.
+SM90_TILES = {
+    (64, 64): Sm90Tile(192, 3),  # 415; two stages 2 % slower, blocks of 128 keys 5 %
+    (128, 128): Sm90Tile(160, 2),  # 646; blocks of 128 keys 4 % slower, of 176 as fast
+    (192, 128): Sm90Tile(128, 2),  # all that shared memory holds
+    (256, 256): Sm90Tile(80, 2),  # 684, likewise; blocks of 64 keys 15 % slower
+}

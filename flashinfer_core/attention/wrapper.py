@@ -59,7 +59,8 @@ class AttentionWrapper:
         Fix the batch size and keep lengths and page table in the buffers given, which `plan` then overwrites: a
         captured `run` replays with what the last `plan` wrote. The first `plan` must precede the capture.
     backend
-        ``"auto"`` for the best there is; ``"fa2"`` for the CUDA kernel of all GPUs.
+        ``"auto"`` for the best there is; ``"fa2"`` for the CUDA kernel of all GPUs; ``"fa3"`` for that of SM90, which
+        is refused where it does not apply.
     jit_args, jit_kwargs
         Custom CUDA variants, which this version does not have: only ``None``.
     buffers
@@ -180,6 +181,7 @@ class AttentionWrapper:
             memory=self._memory,
             q_len_hint=lengths.q_len_hint,
             kv_dtype=kv_dtype,
+            backend=self._backend,
             **keys,
         )
         lengths.check(plan)
@@ -348,9 +350,10 @@ class PagedAttentionWrapper(AttentionWrapper):
 
     @property
     def resolved_backend(self) -> str:
-        """The implementation that runs: "cpu", or "fa2" on a GPU."""
-        device = self._device if self._plan is None else self._plan.device
-        return "cpu" if device is None or device.type == "cpu" else "fa2"
+        """The implementation that runs the plan: "cpu", "fa2", or "fa3" if the tensors let it; "auto" before it."""
+        if self._plan is None:
+            return "cpu" if self._device is None or self._device.type == "cpu" else self._backend
+        return self._plan.backend
 
     def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
         """Do nothing: one kernel serves K and V of any strides."""

@@ -25,6 +25,7 @@ class Usage:
     registers: int
     stack_bytes: int
     spill_bytes: int
+    serialized: bool = False  # whether ptxas says that it had to make each wgmma wait for the one before it
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,9 @@ class Compiled:
         found = [int(number[1]) for number in numbers if number is not None]
         if len(found) != len(numbers):
             raise ValueError(f"log: expected the report of ptxas on a kernel, got {self.log!r}")
-        return Usage(*found)
+        registers, stack_bytes, spill_bytes = found
+        serialized = re.search(r"\(C75(08|1[0-4])\)", self.log) is not None
+        return Usage(registers, stack_bytes, spill_bytes, serialized)
 
 
 def arch_of(compute_capability: int) -> str:

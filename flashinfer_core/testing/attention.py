@@ -44,6 +44,7 @@ class AttentionCase:
     kv_layout: str = "NHD"
     packed_kv: bool = False  # K and V side by side in the last dimension, as vLLM has them
     gap: int = 0  # elements of poison between rows
+    skew: int = 1  # elements of poison before the first of K; 8 or 0 for rows that begin at multiples of 16 bytes
     causal: bool = True
     window_left: int = -1
     logits_soft_cap: float = 0.0
@@ -135,10 +136,10 @@ class AttentionCase:
         order = (0, 1, 2, 3) if self.kv_layout == "NHD" else (0, 2, 1, 3)  # of the dimensions in memory
         dims, dtype = (self.head_dim_qk, self.dim_vo), self.cache_dtype
         if self.packed_kv:
-            made = [embed(poisoned((pages, size, heads, sum(dims)), dtype), self.gap, 1, order)]
+            made = [embed(poisoned((pages, size, heads, sum(dims)), dtype), self.gap, self.skew, order)]
         else:
             made = [
-                embed(poisoned((pages, size, heads, dim), dtype), (i + 1) * self.gap, 2 * i + 1, order)
+                embed(poisoned((pages, size, heads, dim), dtype), (i + 1) * self.gap, (2 * i + 1) * self.skew, order)
                 for i, dim in enumerate(dims)
             ]
         k, v = self._k_and_v([t.view for t in made])
@@ -254,7 +255,12 @@ class AttentionCase:
         """K and V of all requests, without padding, in the case's layout."""
         order = (0, 1, 2) if self.kv_layout == "NHD" else (1, 0, 2)
         k, v = (
-            embed(torch.cat([torch.empty(0, self.num_kv_heads, dim).to(self.cache_dtype), *parts]), self.gap, 2, order)
+            embed(
+                torch.cat([torch.empty(0, self.num_kv_heads, dim).to(self.cache_dtype), *parts]),
+                self.gap,
+                2 * self.skew,
+                order,
+            )
             .to(self.device)
             .view
             for dim, parts in (

@@ -38,6 +38,20 @@ def graph_cases(device: str, qo: int = 1) -> list[AttentionCase]:
     return [bf16(tuple((qo, kv) for kv in kvs), device, causal=qo > 1, seed=i) for i, kvs in enumerate(lens)]
 
 
+def prefill_wrapper(b: Buffers, **options: Any) -> flashinfer_core.BatchPrefillWithPagedKVCacheWrapper:
+    """A wrapper for graphs of two requests."""
+    device = b.q.device
+    return flashinfer_core.BatchPrefillWithPagedKVCacheWrapper(
+        workspace(str(device)),
+        use_cuda_graph=True,
+        qo_indptr_buf=torch.empty(3, dtype=torch.int32, device=device),
+        paged_kv_indptr_buf=b.held[0],
+        paged_kv_indices_buf=b.held[1],
+        paged_kv_last_page_len_buf=b.held[2],
+        **options,
+    )
+
+
 def capture(function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
     function()  # allocates and compiles
     torch.cuda.synchronize()
@@ -90,13 +104,8 @@ def test_captured_prefill_replays_what_a_later_plan_wrote(device: str) -> None:
     lens = [((20, 900), (7, 7)), ((1, 700), (26, 300)), ((27, 27), (0, 1000))]
     cases = [bf16(pairs, device, seed=i, custom_mask=True) for i, pairs in enumerate(lens)]
     b = Buffers(cases[0])
-    wrapper = flashinfer_core.BatchPrefillWithPagedKVCacheWrapper(
-        workspace(device),
-        use_cuda_graph=True,
-        qo_indptr_buf=torch.empty(3, dtype=torch.int32, device=device),
-        paged_kv_indptr_buf=b.held[0],
-        paged_kv_indices_buf=b.held[1],
-        paged_kv_last_page_len_buf=b.held[2],
+    wrapper = prefill_wrapper(
+        b,
         custom_mask_buf=torch.empty(10000, dtype=torch.uint8, device=device),
         mask_indptr_buf=torch.empty(3, dtype=torch.int32, device=device),
     )
@@ -108,11 +117,24 @@ def test_captured_prefill_replays_plans_that_cut_nothing(device: str) -> None:
     lens = [((16, 4000), (16, 3000)), ((1, 20), (31, 64)), ((30, 900), (2, 2))]
     cases = [bf16(pairs, device, seed=i, plan_options={"disable_split_kv": i > 0}) for i, pairs in enumerate(lens)]
     b = Buffers(cases[0])
-    wrapper = flashinfer_core.BatchPrefillWithPagedKVCacheWrapper(
-        workspace(device), use_cuda_graph=True, qo_indptr_buf=torch.empty(3, dtype=torch.int32, device=device),
-        paged_kv_indptr_buf=b.held[0], paged_kv_indices_buf=b.held[1], paged_kv_last_page_len_buf=b.held[2],
-    )  # fmt: skip
+    wrapper = prefill_wrapper(b)
     check_replays(b, wrapper, cases, lambda case: case.plan_paged(wrapper))
+
+
+@pytest.mark.parametrize("qo", [1, 40])
+def test_captured_run_of_few_pieces_replays_many(qo: int, device: str) -> None:
+    """Partial results lie where the first plan put them, whatever the plan that a run was captured with."""
+    lens = [((qo, 4000), (qo, 3000)), ((qo, 300), (qo, 70))]
+    many, few = (bf16(pairs, device, seed=i, plan_options={"fixed_split_size": 8}) for i, pairs in enumerate(lens))
+    b = Buffers(many)
+    wrapper = prefill_wrapper(b)
+    many.plan_paged(wrapper)
+    b.load(few)
+    check_replays(b, wrapper, [few, many], lambda case: case.plan_paged(wrapper))
+    later = prefill_wrapper(b)
+    few.plan_paged(later)
+    with pytest.raises(ValueError, match=r"^plan: expected a batch that is cut into no more pieces"):
+        many.plan_paged(later)
 
 
 def test_capture_refuses_what_it_would_replay_wrongly(device: str) -> None:

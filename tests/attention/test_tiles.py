@@ -76,4 +76,4 @@ def test_specs(arch: str) -> None:
     listed = list(specs(arch))
     assert len({spec.name for spec in listed}) == len(listed)
     assert listed[0].name == "schedule_attention"
-    assert len(listed) == (7 if arch == "75" else 19)
+    assert len(listed) == {"75": 11, "90a": 39}.get(arch, 31)

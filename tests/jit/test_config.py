@@ -68,7 +68,7 @@ def test_gpus(fake_driver: Run) -> None:
     shown = fake_driver(code)
     assert shown.returncode == 0, shown.stderr
     lines = [line.strip() for line in shown.stdout.splitlines()]
-    assert "0, Fake 0, 9.0, sm90: universal kernels (mma.sync)" in lines
+    assert "0, Fake 0, 9.0, sm90: Hopper kernels for prefill (TMA, wgmma), universal kernels (mma.sync)" in lines
     assert "1, Fake 1, 8.0, sm80: universal kernels (mma.sync)" in lines
     assert "12.8" in shown.stdout
     if torch.version.cuda is None:
@@ -111,12 +111,22 @@ def test_plugin_left_out_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     assert "vllm: VLLM_PLUGINS leaves our plug-in out; add flashinfer_core to it" in config.collect()["advice"]
 
 
-def test_sglang_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, {"sglang": "0.5.17"}, [])
+@pytest.mark.parametrize("registered", [True, False])
+def test_sglang(monkeypatch: pytest.MonkeyPatch, registered: bool) -> None:
+    install(monkeypatch, {"sglang": "0.5.17"}, ["flashinfer_core"] if registered else [])
     found = config.collect()
-    assert found["engines"]["sglang"]["version"] == "0.5.17"
-    assert found["engines"]["sglang"]["backend"] is None
-    assert "sglang: not served by this version of flashinfer-core" in found["advice"]
+    assert found["engines"]["sglang"] == {
+        "distribution": "sglang",
+        "version": "0.5.17",
+        "plugin_registered": registered,
+        "backend": "flashinfer_core",
+    }
+    lines = [line for line in found["advice"] if line.startswith("sglang:")]
+    assert lines == (
+        []
+        if registered
+        else ["sglang: does not know our plug-in; install flashinfer-core into the environment of SGLang"]
+    )
 
 
 @pytest.mark.usefixtures("no_compiler")

@@ -78,6 +78,7 @@ def test_kernel_compiles_without_local_memory(
     stack, spills = LOCAL_MEMORY.get((spec.name, arch), (0, 0))
     assert usage.stack_bytes <= stack
     assert usage.spill_bytes <= spills
+    assert not usage.serialized
 
 
 def test_table_of_local_memory_names_kernels() -> None:

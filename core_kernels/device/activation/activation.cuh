@@ -71,7 +71,6 @@ extern "C" __global__ void __launch_bounds__(kThreads) FIC_KERNEL(const __grid_c
     ups[i].load(in, p.dim + place.inner * kWidth);
     outs[i] = static_cast<char*>(row_at<T>(p.out, row)) + place.inner * (kWidth * T::kBytes);
   }
-  allow_next_kernel();
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) {
     if (first + i * kThreads >= total) break;

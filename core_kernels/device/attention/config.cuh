@@ -24,7 +24,6 @@ constexpr int kBlockKeys = FIC_BLOCK_KEYS;
 constexpr int kStages = FIC_STAGES;
 constexpr int kKeyTiles = kBlockKeys / 8;
 static_assert(kTeams == 1 || kTeamWarps == 1, "a team of several warps is the whole CTA");
-static_assert(kChunkKeys % (kTeams * kBlockKeys) == 0, "chunks would end within blocks");
 
 constexpr bool kDirect = FIC_DIRECT;
 constexpr bool kSoftCap = FIC_SOFT_CAP, kAlibi = FIC_ALIBI, kMask = FIC_MASK, kRope = FIC_ROPE;
@@ -43,7 +42,7 @@ template <>
 struct MathOf<2> {
   using Type = BFloatMath;
 };
-using Math = MathOf<FIC_Q_DTYPE>::Type;
+using QueryMath = MathOf<FIC_Q_DTYPE>::Type;
 constexpr bool kFp8Cache = FIC_KV_DTYPE >= 3;
 template <int Code>
 struct Fp8Of {
@@ -57,6 +56,12 @@ using Fp8 = Fp8Of<FIC_KV_DTYPE>::Type;
 constexpr int kCacheBytes = kFp8Cache ? 1 : 2;      // of an element in the cache
 constexpr bool kFp8Shared = kFp8Cache && !kDirect;  // copied as it is; converted after ldmatrix
 constexpr int kKvBytes = kFp8Shared ? 1 : 2;        // of an element in shared memory
+
+// The type that is multiplied. Two FP8 numbers become f16 in one instruction and bf16 in four, which would be half of
+// all instructions of decode, so with FP8 keys it is f16. bf16 queries go with them as f16 times a power of two of each
+// row.
+using Math = MathOf<kFp8Shared ? 1 : FIC_Q_DTYPE>::Type;
+constexpr bool kScaledQueries = kFp8Shared && FIC_Q_DTYPE == 2;
 
 // Rows in shared memory are whole multiples of 128 bytes, and the 16-byte chunk c of row r stands at c ^ (r % 8), so
 // that the eight rows of an ldmatrix hit eight different groups of banks.

@@ -1,9 +1,10 @@
 // Arguments of the CUDA attention kernels: plain structs that host code fills and device code reads. Strides count
 // elements, not bytes. Every pointer is a device address unless its comment says otherwise.
 //
-// Two kernels make a run. `schedule_attention` (once for each plan) turns lengths into a list of requests, each cut
-// into tiles of packed query rows and chunks of keys. `attention_sm80` (once for each layer) takes items from it: item
-// = (request, KV head, tile, chunk). Neither needs a length on the host.
+// `schedule_attention` (once for each plan) turns lengths into a list of requests, each cut into tiles of packed query
+// rows and chunks of keys. `attention_sm80` (once for each layer) takes items from it: item = (request, KV head, tile,
+// chunk). `merge_chunks` (after it, if tiles have many rows) merges what the chunks of a tile left. None needs a length
+// on the host.
 #pragma once
 
 #include <cstdint>
@@ -21,6 +22,7 @@ enum class Fault : int32_t {
   page = 5,           // page (ragged: token) outside of the cache
   query_rows = 6,     // qo_indptr[-1] above the rows of q
   workspace = 7,      // more pieces than the workspace was sized for
+  rows = 8,           // outside of the rows of the table
 };
 
 struct alignas(16) AttentionStatus {  // in pinned host memory; the device writes it as one unit
@@ -46,26 +48,30 @@ struct alignas(16) Schedule {
   int32_t chunk_len;  // keys of an item at most
   int32_t next_item;
   int32_t finished_ctas;
+  int32_t num_slots;  // partial states in use
 };
 
 // Chunk lengths that are chosen from a batch are multiples of so many keys, and so of what a CTA takes at a time.
 constexpr int32_t kChunkKeys = 128;
 
 constexpr int32_t kScheduleThreads = 512;  // of the one CTA that makes a schedule
+constexpr int32_t kMergeThreads = 256;     // of each CTA that merges
 
 struct ScheduleParams {
   int32_t num_requests;
   const int32_t* qo_indptr;  // [num_requests + 1]; null: every request has q_len tokens
   int32_t q_len;
   // Keys of request r. Paged by CSR: entries kv_indptr[r] to kv_indptr[r + 1] of the table. Paged by a dense table:
-  // entries from r * row_stride on, at most table_size of them. No pages (page_size 0): tokens from kv_indptr[r] on, or
-  // from r * row_stride on if kv_indptr is null.
+  // entries from rows[r] * row_stride on (without rows: r * row_stride), at most table_size of them. No pages
+  // (page_size 0): tokens from kv_indptr[r] on, or from r * row_stride on if kv_indptr is null.
   int32_t page_size;
   const int32_t* kv_indptr;
   int64_t table_size;  // CSR: entries of the table in all; dense: of one row; no pages: tokens of one request at most
   int64_t row_stride;
   const int32_t* kv_last_page_len;  // [num_requests], CSR; or null
   const int32_t* kv_lens;           // [num_requests]; null: from kv_last_page_len, or without pages from kv_indptr
+  const int32_t* rows;              // [num_requests], rows of a dense table; or null
+  int64_t num_rows;                 // that it has, if there are `rows`
 
   int32_t num_kv_heads, group;
   bool causal;
@@ -161,13 +167,13 @@ constexpr int32_t kWorkBytes = 80;  // of the item in work, see struct Work in c
 constexpr int32_t result_row(int32_t dim_vo) { return (dim_vo + 15) / 16 * 16 + 8; }
 
 // Dynamic shared memory of a CTA: queries and the teams' rings of keys and values, whose place the teams' results take
-// over; then the item in work. kv_bytes counts an element as it lies in shared memory: 1 for an FP8 cache that is
-// copied as it is, else 2.
+// over; then, with FP8 keys, the factors of the queries; then the item in work. kv_bytes counts an element as it lies
+// in shared memory: 1 for an FP8 cache that is copied as it is, else 2.
 constexpr int32_t smem_bytes(TileShape tile, int32_t dim_qk, int32_t dim_vo, int32_t kv_bytes) {
   const int32_t stage = tile.block_keys * (padded_row(dim_qk, kv_bytes) + padded_row(dim_vo, kv_bytes));
   const int32_t inputs = tile.tile_rows() * padded_row(dim_qk, 2) + tile.warps_kv * tile.stages * stage;
   const int32_t results = tile.warps_kv > 1 ? tile.warps_kv * tile.tile_rows() * (result_row(dim_vo) + 2) * 4 : 0;
-  return (inputs > results ? inputs : results) + kWorkBytes;
+  return (inputs > results ? inputs : results) + (kv_bytes == 1 ? tile.tile_rows() * 4 : 0) + kWorkBytes;
 }
 
 }  // namespace flashinfer_core::cuda

@@ -28,6 +28,14 @@ __device__ Request read_request(const ScheduleParams& p, int32_t r) {
 
   int64_t entries = p.table_size;  // pages, or tokens without pages
   request.kv_begin = r * p.row_stride;
+  if (p.rows != nullptr) {
+    const int32_t row = p.rows[r];
+    if (row < 0 || row >= p.num_rows) {
+      report(p.status, Fault::rows, r, row);
+      return request;
+    }
+    request.kv_begin = row * p.row_stride;
+  }
   if (p.kv_indptr != nullptr) {
     const int32_t begin = p.kv_indptr[r], end = p.kv_indptr[r + 1];
     request.kv_begin = begin;
@@ -167,7 +175,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) FIC_KERNEL(const __gri
     items += all_items;
   }
   if (threadIdx.x == 0) {
-    *p.schedule = {static_cast<int32_t>(items), static_cast<int32_t>(chunk > INT32_MAX ? INT32_MAX : chunk), 0, 0};
+    *p.schedule = {static_cast<int32_t>(items), static_cast<int32_t>(chunk > INT32_MAX ? INT32_MAX : chunk), 0, 0,
+                   static_cast<int32_t>(slots < p.num_slots ? slots : p.num_slots)};
   }
 }
 

@@ -23,11 +23,15 @@ class RowRules {
     return key >= end_of_any_ || (p_.window_left >= 0 && key + kBlockKeys <= begin(first_));
   }
   __device__ bool masks(int key) const {
-    return kMask || key + kBlockKeys > end_of_all_ || (p_.window_left >= 0 && key < begin(max_of(first_, last_)));
+    return kMask || key + kBlockKeys > end_of_all_ || key < begin(max_of(first_, last_));
   }
 
-  // The first key that a packed row sees, and the one after the last.
-  __device__ int begin(int row) const { return p_.window_left < 0 ? 0 : max_of(0, position(row) - p_.window_left); }
+  // The first key that a packed row sees, and the one after the last. In the kernel for SM90, whose warps have one
+  // fragment of rows, blocks may begin before the item's first key.
+  __device__ int begin(int row) const {
+    const int first = kRowFragments == 1 ? item_.key_begin : 0;
+    return p_.window_left < 0 ? first : max_of(first, position(row) - p_.window_left);
+  }
   __device__ int end(int row) const { return p_.causal ? min_of(item_.key_end, position(row) + 1) : item_.key_end; }
   __device__ int position(int row) const { return token_of(p_, row) + item_.request.kv_len - item_.request.q_len; }
 
@@ -48,8 +52,9 @@ class RowRules {
 using Scores = float[kRowFragments][kKeyTiles][4];
 
 // Brings products q k to the logits in base 2, for kernels with soft cap or ALiBi.
+template <int Tiles>
 __device__ inline void transform(const AttentionParams& p, const RowRules& rules, int first_row, int kv_head, int key,
-                                 float scale, Scores& s) {
+                                 float scale, float (&s)[kRowFragments][Tiles][4]) {
   const int gr = lane_id() / 4, tq = lane_id() % 4;
 #pragma unroll
   for (int i = 0; i < RowRules::kRows; ++i) {
@@ -61,7 +66,7 @@ __device__ inline void transform(const AttentionParams& p, const RowRules& rules
       position = rules.position(row);
     }
 #pragma unroll
-    for (int n = 0; n < kKeyTiles; ++n) {
+    for (int n = 0; n < Tiles; ++n) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         float& x = s[i / 2][n][i % 2 * 2 + j];
@@ -75,22 +80,37 @@ __device__ inline void transform(const AttentionParams& p, const RowRules& rules
 }
 
 // Sets the scores of keys that a row does not see to -infinity.
-__device__ inline void hide(const RowRules& rules, int first_row, int key, Scores& s) {
+template <int Tiles>
+__device__ inline void hide(const RowRules& rules, int first_row, int key, float (&s)[kRowFragments][Tiles][4]) {
   first_row = opaque(first_row);
   const int gr = lane_id() / 4, tq = lane_id() % 4;
 #pragma unroll
   for (int i = 0; i < RowRules::kRows; ++i) {
-    const int row = first_row + i / 2 * 16 + i % 2 * 8 + gr;
-    const int begin = rules.begin(row), end = rules.end(row);
+    const int row = first_row + i / 2 * 16 + i % 2 * 8 + gr, lane_key = key + tq * 2;
+    const int origin = kRowFragments == 1 ? lane_key : 0;  // keys as constants, where registers suffice for the ends
+    const int begin = rules.begin(row) - origin, end = rules.end(row) - origin;
 #pragma unroll
-    for (int n = 0; n < kKeyTiles; ++n) {
+    for (int n = 0; n < Tiles; ++n) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const int at = key + n * 8 + tq * 2 + j;
+        const int at = lane_key - origin + n * 8 + j;
         bool visible = at >= begin && at < end;
-        if constexpr (kMask) visible = visible && rules.visible_in_mask(row, at);
+        if constexpr (kMask) visible = visible && rules.visible_in_mask(row, origin + at);
         if (!visible) s[i / 2][n][i % 2 * 2 + j] = -kInfinity;
       }
+    }
+  }
+}
+
+// Multiplies the rows of an output by factors.
+template <int Columns>
+__device__ inline void rescale(const float (&factor)[RowRules::kRows], float (&o)[kRowFragments][Columns][4]) {
+#pragma unroll
+  for (int i = 0; i < RowRules::kRows; ++i) {
+#pragma unroll
+    for (int n = 0; n < Columns; ++n) {
+      o[i / 2][n][i % 2 * 2] *= factor[i];
+      o[i / 2][n][i % 2 * 2 + 1] *= factor[i];
     }
   }
 }
@@ -114,51 +134,65 @@ struct RowState {
   }
   __device__ float logit(int i, float scale) const { return top[i] == -kInfinity ? top[i] : top[i] * scale; }
 
-  // Turns scores into weights relative to the new maximum, and brings output and sums to it. Most blocks of a long
-  // context leave every maximum of the warp as it is.
-  template <int Columns>
-  __device__ void update(Scores& s, float scale, float (&o)[kRowFragments][Columns][4]) {
+  // Takes the scores of a block into the maxima, and brings the sums to them. Returns whether a maximum of the warp has
+  // changed, which is rare in a long context; then the output has to be multiplied by `factor`.
+  template <int Tiles>
+  __device__ bool raise(const float (&s)[kRowFragments][Tiles][4], float scale, float (&factor)[RowRules::kRows]) {
     float before[RowRules::kRows];
     bool changed = false;
 #pragma unroll
     for (int i = 0; i < RowRules::kRows; ++i) {
-      float x = top[i];
+      float x = top[i], y = top[i];
 #pragma unroll
-      for (int n = 0; n < kKeyTiles; ++n) {
-        x = fmaxf(x, fmaxf(s[i / 2][n][i % 2 * 2], s[i / 2][n][i % 2 * 2 + 1]));
+      for (int n = 0; n < Tiles; ++n) {
+        x = fmaxf(x, s[i / 2][n][i % 2 * 2]);
+        y = fmaxf(y, s[i / 2][n][i % 2 * 2 + 1]);
       }
+      x = fmaxf(x, y);
       x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
       x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
       before[i] = top[i];
       changed |= x != top[i];
       top[i] = x;
     }
-    if (__any_sync(0xffffffffu, changed)) {
+    changed = __any_sync(0xffffffffu, changed);
+    if (changed) {
 #pragma unroll
       for (int i = 0; i < RowRules::kRows; ++i) {
         // The maximum is -infinity while a row has seen no key; there is nothing to rescale then.
-        const float factor = before[i] == -kInfinity ? 0.0f : exp2_fast((before[i] - top[i]) * scale);
-        sum[i] *= factor;
-#pragma unroll
-        for (int n = 0; n < Columns; ++n) {
-          o[i / 2][n][i % 2 * 2] *= factor;
-          o[i / 2][n][i % 2 * 2 + 1] *= factor;
-        }
+        factor[i] = before[i] == -kInfinity ? 0.0f : exp2_fast((before[i] - top[i]) * scale);
+        sum[i] *= factor[i];
       }
     }
+    return changed;
+  }
+
+  // Turns scores into weights relative to the maxima.
+  template <int Tiles>
+  __device__ void weigh(float (&s)[kRowFragments][Tiles][4], float scale) {
 #pragma unroll
     for (int i = 0; i < RowRules::kRows; ++i) {
       const float offset = top[i] == -kInfinity ? 0.0f : top[i] * scale;
+      float sums[2] = {};
 #pragma unroll
-      for (int n = 0; n < kKeyTiles; ++n) {
+      for (int n = 0; n < Tiles; ++n) {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           float& x = s[i / 2][n][i % 2 * 2 + j];
           x = exp2_fast(fmaf(x, scale, -offset));
-          sum[i] += x;
+          sums[j] += x;
         }
       }
+      sum[i] += sums[0] + sums[1];
     }
+  }
+
+  // Turns scores into weights relative to the new maxima, and brings output and sums to them.
+  template <int Columns>
+  __device__ void update(Scores& s, float scale, float (&o)[kRowFragments][Columns][4]) {
+    float factor[RowRules::kRows];
+    if (raise(s, scale, factor)) rescale(factor, o);
+    weigh(s, scale);
   }
 };
 

@@ -21,7 +21,6 @@ using T = Number<DType{FIC_DTYPE}>;
 constexpr bool kPair = FIC_PAIR;  // exactly two states
 constexpr int kWidth = FIC_VECTORS ? 16 / T::kBytes : 1;
 constexpr int kVectors = kPair ? 2 : 1, kStates = kPair ? 2 : 4;  // that a thread has in flight
-using Floats = float[kVectors][kWidth];
 
 __device__ float none() { return __uint_as_float(0xff800000u); }
 
@@ -29,6 +28,7 @@ __device__ float none() { return __uint_as_float(0xff800000u); }
 struct States {
   const MergeStatesParams& p;
   int64_t token, head;
+  bool written;
 
   __device__ int32_t count() const { return kPair ? 2 : p.num_states; }
   __device__ const StateView& view(int32_t i) const { return i == 0 ? p.first : p.second; }
@@ -43,11 +43,14 @@ struct States {
   }
 };
 
-// Vectors at, at + threads, ... of states i, i + 1, ...
+// Vectors at, at + threads, ... of states i, i + 1, ..., and their s, -infinity for a state or row that there is not.
 struct Chunk {
+  float s[kStates];
   Vector<T, kWidth> v[kStates][kVectors];
 
   __device__ void load(const States& states, int32_t i, int32_t at, int32_t threads, int32_t end) {
+#pragma unroll
+    for (int k = 0; k < kStates; ++k) s[k] = states.written && i + k < states.count() ? states.s(i + k) : none();
 #pragma unroll
     for (int k = 0; k < kStates; ++k) {
 #pragma unroll
@@ -58,26 +61,32 @@ struct Chunk {
     }
   }
 
-  __device__ void add_to(Floats& sums, const States& states, int32_t i, float top) const {
+  __device__ void add_to(float (&sums)[kWidth], int j, float top) const {
 #pragma unroll
     for (int k = 0; k < kStates; ++k) {
-      const float s = i + k < states.count() ? states.s(i + k) : none();
-      if (s == none()) continue;
-      const float weight = exp2_fast(s - top);
+      if (s[k] == none()) continue;
+      const float weight = exp2_fast(s[k] - top);
+      float x[kWidth];
+      v[k][j].unpack(x);
 #pragma unroll
-      for (int j = 0; j < kVectors; ++j) {
-        float x[kWidth];
-        v[k][j].unpack(x);
-#pragma unroll
-        for (int e = 0; e < kWidth; ++e) sums[j][e] += x[e] * weight;
-      }
+      for (int e = 0; e < kWidth; ++e) sums[e] += x[e] * weight;
     }
   }
 };
 
+__device__ void store(const MergeStatesParams& p, const States& states, int32_t vector, float (&sums)[kWidth],
+                      float scale) {
+#pragma unroll
+  for (int e = 0; e < kWidth; ++e) sums[e] *= scale;
+  Vector<T, kWidth> result;
+  result.pack(sums);
+  result.store(p.v_out, states.token * p.v_out_stride_token + states.head * p.v_out_stride_head + vector * kWidth);
+}
+
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kMaxRowThreads) FIC_KERNEL(const __grid_constant__ MergeLaunch launch) {
+  wait_for_previous_kernel();
   const MergeStatesParams& p = launch.merge;
   const RowPlace place = row_place(launch.shape);
   const int32_t threads = launch.shape.threads;
@@ -85,44 +94,42 @@ extern "C" __global__ void __launch_bounds__(kMaxRowThreads) FIC_KERNEL(const __
   const int64_t token = index.outer, head = index.inner;
   const bool written = token < p.num_tokens && (p.mask == nullptr || p.mask[token] != 0);
   const int32_t end = written ? p.head_dim / kWidth : 0;
-  const States states{p, token, head};
+  const States states{p, token, head, written};
 
-  int32_t at = place.lane, i = 0;
+  int32_t at = place.lane;
   Chunk chunk;
-  chunk.load(states, i, at, threads, end);
+  chunk.load(states, 0, at, threads, end);
   float top = none(), total = 0.0f;
-  if (written) {
-    for (int32_t k = 0; k < states.count(); ++k) {
-      const float s = states.s(k);
-      top = s > top || s != s ? s : top;
-    }
-    if (top != none()) {
-      for (int32_t k = 0; k < states.count(); ++k) total += exp2_fast(states.s(k) - top);
-    }
+  const auto raise = [&](float s) { top = s > top || s != s ? s : top; };
+  const auto add = [&](float s) { total += top == none() ? 0.0f : exp2_fast(s - top); };
+  if constexpr (kPair) {  // both came with the vectors: no second trip to memory
+    raise(chunk.s[0]), raise(chunk.s[1]);
+    add(chunk.s[0]), add(chunk.s[1]);
+  } else if (written) {
+    for (int32_t i = 0; i < states.count(); ++i) raise(states.s(i));
+    for (int32_t i = 0; i < states.count(); ++i) add(states.s(i));
   }
   const float scale = top == none() ? 0.0f : reciprocal(total);
 
-  Floats sums{};
   while (at < end) {
-    chunk.add_to(sums, states, i, top);
-    i += kStates;
-    if (i >= states.count()) {
+    if constexpr (kPair) {
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
-        const int32_t vector = at + j * threads;
-        if (vector >= end) break;
-#pragma unroll
-        for (int e = 0; e < kWidth; ++e) sums[j][e] *= scale;
-        Vector<T, kWidth> result;
-        result.pack(sums[j]);
-        result.store(p.v_out, token * p.v_out_stride_token + head * p.v_out_stride_head + vector * kWidth);
-#pragma unroll
-        for (int e = 0; e < kWidth; ++e) sums[j][e] = 0.0f;
+        float sums[kWidth] = {};
+        chunk.add_to(sums, j, top);
+        if (at + j * threads < end) store(p, states, at + j * threads, sums, scale);
       }
-      at += kVectors * threads;
-      i = 0;
+    } else {
+      float sums[kWidth] = {};
+      chunk.add_to(sums, 0, top);
+      for (int32_t i = kStates; i < states.count(); i += kStates) {
+        chunk.load(states, i, at, threads, end);
+        chunk.add_to(sums, 0, top);
+      }
+      store(p, states, at, sums, scale);
     }
-    chunk.load(states, i, at, threads, end);
+    at += kVectors * threads;
+    if (at < end) chunk.load(states, 0, at, threads, end);
   }
   __syncwarp();
   if (written && place.lane == 0) {

@@ -71,7 +71,7 @@ struct Vector {
     load_shared_by_all(words, static_cast<const char*>(p) + offset * T::kBytes);
   }
   __device__ void store(void* p, int64_t offset) const {
-    store_words(static_cast<char*>(p) + offset * T::kBytes, words);
+    store_streamed(static_cast<char*>(p) + offset * T::kBytes, words);
   }
   __device__ void unpack(float (&x)[N]) const {
     constexpr int kPerWord = 4 / T::kBytes;

@@ -47,7 +47,10 @@ __device__ inline float row_sum(float x, const RowShape& shape, float (&scratch)
   if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
   __syncthreads();
   float sum = 0.0f;
-  for (int32_t warp = 0; warp < shape.threads / 32; ++warp) sum += scratch[warp];
+#pragma unroll
+  for (int32_t warp = 0; warp < kMaxRowThreads / 32; ++warp) {  // unrolled, so that one latency serves all loads
+    sum += warp < shape.threads / 32 ? scratch[warp] : 0.0f;
+  }
   return sum;
 }
 

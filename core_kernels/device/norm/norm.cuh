@@ -119,7 +119,6 @@ extern "C" __global__ void __launch_bounds__(kMaxRowThreads, kMinCtas)
   for (int i = 0; i < kKept; ++i) {
     if (kWeightsAhead && first + i * step < kept_end) weights[i].load(p, first + i * step);
   }
-  allow_next_kernel();
 
   // The sum over the row of f(piece).
   const auto sum_over = [&](auto f, auto& scratch) {

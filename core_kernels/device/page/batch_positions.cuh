@@ -2,10 +2,12 @@
 // request. Tokens of no request get -1 and 0. A few kilobytes: the launch is what it costs.
 #include "device/common/indices.cuh"
 #include "device/page/params.h"
+#include "device/ptx/memory.cuh"
 
 namespace flashinfer_core::cuda {
 
 extern "C" __global__ void FIC_KERNEL(const __grid_constant__ BatchPositionsParams p) {
+  wait_for_previous_kernel();
   const int64_t token = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (token >= p.nnz) return;
   const int64_t request = segment_of(p.append_indptr, token);

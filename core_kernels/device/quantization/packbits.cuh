@@ -4,6 +4,7 @@
 //
 // Roofline: reads 8 elements for a byte. DRAM bounds long masks; each line is read once and serves a warp from L1.
 #include "device/common/indices.cuh"
+#include "device/ptx/memory.cuh"
 #include "device/quantization/params.h"
 
 namespace flashinfer_core::cuda {
@@ -23,6 +24,7 @@ __device__ uint32_t pack(const PackBitsParams& p, int64_t begin, int64_t end) {
 }  // namespace
 
 extern "C" __global__ void FIC_KERNEL(const __grid_constant__ PackBitsParams p) {
+  wait_for_previous_kernel();
   const int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (at >= p.out_size) return;
   int64_t begin = 8 * at, end = p.size;

@@ -138,6 +138,7 @@ struct Task {
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kMaxThreads) FIC_KERNEL(const __grid_constant__ Launch p) {
+  wait_for_previous_kernel();
   const int64_t first_token = static_cast<int64_t>(blockIdx.x) * p.tokens_per_cta;
   const int64_t tokens_left = p.rope.num_tokens - first_token;
   const int32_t tokens = tokens_left < p.tokens_per_cta ? static_cast<int32_t>(tokens_left) : p.tokens_per_cta;
