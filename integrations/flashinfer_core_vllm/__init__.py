@@ -28,6 +28,30 @@ def register() -> None:
         _answer_for_our_names(type(current_platform))
 
 
+def check() -> str:
+    """Return the flag that selects the backend in this installation, or raise why none does."""
+    import torch
+    from vllm.platforms import current_platform
+    from vllm.plugins import load_general_plugins
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    register()  # vLLM only logs what goes wrong in a plug-in
+    load_general_plugins()
+    selected = AttentionBackendEnum[NAME if NAME in AttentionBackendEnum.__members__ else "CUSTOM"]
+    if not _is_ours(selected):
+        raise RuntimeError(f"this release has one slot for plug-ins, and {selected.get_path()} is in it")
+    reasons = selected.get_class().validate_configuration(
+        device_capability=current_platform.get_device_capability(),
+        head_size=64,
+        dtype=torch.float16,
+        kv_cache_dtype="auto",
+        attn_type="decoder",
+    )
+    if reasons:
+        raise RuntimeError("; ".join(reasons))
+    return f"--attention-backend {selected.name}"
+
+
 def member(name: str) -> AttentionBackendEnum:
     """Return the registered member `name`, registering it first in a process that has not loaded its plug-ins yet."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -75,6 +99,5 @@ def _checked_path(selected: AttentionBackendEnum, config: Any, device_capability
     reasons = backend.validate_configuration(device_capability=device_capability, **config._asdict())
     if reasons:
         raise ValueError(f"attention backend {selected.name} was chosen, but cannot serve this: {'; '.join(reasons)}")
-    backend.announce()
     path: str = selected.get_path()
     return path

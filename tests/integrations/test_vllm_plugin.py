@@ -67,19 +67,29 @@ SERVED: list[dict[str, Any]] = [
     *({"block_size": size} for size in (16, 24, 128)),
     *({"attn_type": kind} for kind in ("encoder_only", "encoder_decoder")),
     *({flag: True} for flag in ("has_sink", "has_sliding_window", "use_non_causal", "use_kv_connector")),
+    *(
+        {"device": "cuda", "capability": capability, "dtype": "float16", "kv_cache_dtype": dtype}
+        for capability, dtype in (((7, 5), "auto"), ((9, 0), "float16"), ((9, 0), "fp8_e5m2"))
+    ),
+    {"device": "cuda", "capability": (9, 0), "kv_cache_dtype": "fp8", "has_sink": True, "use_batch_invariant": True},
 ]
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"head_size": 512}, "head size 512: expected 1 to 256"),
     ({"dtype": "float64"}, "dtype torch.float64: expected float32, float16 or bfloat16"),
     ({"kv_cache_dtype": "fp8_e4m3"}, "KV-cache dtype 'fp8_e4m3': expected one of auto"),
     ({"kv_cache_dtype": "nvfp4"}, "KV-cache dtype 'nvfp4'"),
-    ({"device": "cuda"}, "device type 'cuda': this version of flashinfer_core serves on CPU only"),
+    ({"device": "xpu"}, "device type 'xpu': expected cpu or cuda"),
+    ({"device": "cuda", "capability": (7, 0), "dtype": "float16"}, "compute capability 7.0: expected 7.5 or later"),
+    ({"device": "cuda", "capability": (7, 5)}, "dtype torch.bfloat16: expected float16"),
+    ({"device": "cuda", "dtype": "float32"}, "dtype torch.float32: expected float16 or bfloat16"),
+    ({"device": "cuda", "kv_cache_dtype": "float16"}, "KV-cache dtype 'float16': expected bfloat16, the model's, or"),
+    ({"device": "cuda", "kv_cache_dtype": "fp8_per_token_head"}, "KV-cache dtype 'fp8_per_token_head': expected one"),
     ({"attn_type": "encoder"}, "encoder attention"),
     ({"use_mla": True}, "(MLA) is not served yet"),
     ({"use_sparse": True}, "sparse attention is not served"),
     ({"use_mm_prefix": True}, "bidirectional attention within the image tokens"),
     ({"use_per_head_quant_scales": True}, "scales per head"),
-    ({"use_batch_invariant": True}, "batch-invariant"),
+    ({"use_batch_invariant": True}, "batch-invariant results are promised on GPUs only"),
     ({"use_pcp": True}, "prefill context parallelism"),
     ({"use_dcp": True}, "decode context parallelism"),
     ({"use_rswa": True}, "R-SWA"),
@@ -104,6 +114,18 @@ def test_served_configurations(reasons: list[list[str]], case: int) -> None:
 def test_refused_configurations(reasons: list[list[str]], case: int) -> None:
     (reason,) = reasons[len(SERVED) + case]
     assert REFUSED[case][1] in reason
+
+
+def test_graphs_of_a_gpu() -> None:
+    assert probe("graphs") == ["NEVER", "ALWAYS"]
+
+
+def test_kernels_are_chosen_by_what_a_capture_and_its_replays_share() -> None:
+    """Whatever the lengths of a batch, its kernel is that of the captured batch of as many requests and tokens."""
+    decode = [("FULL_AND_PIECEWISE", 4, 64, 16), ("FULL_AND_PIECEWISE", 1, 16, 16), ("FULL_DECODE_ONLY", 3, 40, 16)]
+    full = [("FULL", 64, 64, 16), ("FULL", 4, 64, 16), ("FULL", 40, 64, 16)]
+    other = [("FULL_AND_PIECEWISE", 33, 64, 16), ("NONE", 64, 64, 1)]
+    assert probe("query_rows", json.dumps(decode + full + other)) == [4.0] * 6 + [4.0, 64.0]
 
 
 def test_layers_that_no_model_here_has() -> None:
@@ -190,7 +212,7 @@ def test_layers_have_the_backend_that_was_asked_for(engines: dict[str, Any], nam
         ("MLA", "multi-head latent attention (MLA) is not served yet"),
         ("window in an encoder", "a sliding window or ALiBi in attention that is not causal"),
         ("image prefix", "bidirectional attention within the image tokens"),
-        ("batch invariance", "batch-invariant results are not promised yet"),
+        ("batch invariance", "batch-invariant results are promised on GPUs only"),
     ],
 )
 def test_engine_does_not_start(engines: dict[str, Any], name: str, words: str) -> None:

@@ -9,15 +9,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from prompts import PROMPTS, SHARED_PREFIX, SHORT
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 from flashinfer_core.demo import DemoError
+from flashinfer_core.demo.engines import VLLM
 from flashinfer_core.demo.model import prepare_model
-from flashinfer_core.demo.server import BACKEND, Answer, Server, vllm_is_cpu_build
+from flashinfer_core.demo.server import Answer, Server
 
-STOCK_BACKEND = "CPU_ATTN" if vllm_is_cpu_build() else "FLASH_ATTN"
+BACKEND, STOCK_BACKEND = VLLM.backend, VLLM.own_backend()
 CHUNK = 64  # tokens that vLLM computes in one step: longer prompts come in chunks, mixed with decodes of others
 # float32, in which two right computations agree on every token: in bfloat16 equally likely tokens are common
 SETTINGS = (
@@ -25,41 +27,6 @@ SETTINGS = (
     *("--max-num-batched-tokens", str(CHUNK), "--max-num-seqs", "16"),
 )
 ANSWER_TOKENS = 24
-
-SHORT = [
-    "What is the capital of France?",
-    "Name three primary colours.",
-    "Why is the sky blue?",
-    "Write one sentence about the sea.",
-    "How many days has a week?",
-    "Translate 'good morning' into Spanish.",
-    "What do bees make?",
-    "Say hello.",
-]
-PASSAGE = (
-    "The lighthouse stood on a rock two miles from the village. Every evening the keeper climbed ninety-one steps, "
-    "trimmed the lamp and wrote the weather into a book. In the winter of the great storm the boat could not cross for "
-    "eleven days, and he shared his last bread with a seal that had come in through the broken door. "
-)
-SHARED_PREFIX = [
-    PASSAGE * 2 + question
-    for question in (
-        "How many steps did the keeper climb?",
-        "Where did the lighthouse stand?",
-        "What did the keeper write into his book?",
-        "For how long could the boat not cross?",
-        "With whom did he share his bread?",
-        "Give this text a title.",
-        "Was the door broken or whole?",
-        "What season was it?",
-    )
-]
-# Lengths on both sides of multiples of the page and of the chunk
-LONG = [
-    f"Continue this list of numbers: {' '.join(str(n) for n in range(start, start + 17 * start))}"
-    for start in range(3, 11)
-]
-PROMPTS = SHORT + SHARED_PREFIX + LONG
 
 
 def ask_together(server: Server, prompts: list[str]) -> list[Answer]:
@@ -75,7 +42,7 @@ def model() -> Path:
 @pytest.fixture(scope="module")
 def stock_answers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Answer]:
     log = tmp_path_factory.mktemp("stock") / "serve.log"
-    with Server(model, log, backend=STOCK_BACKEND, arguments=(*SETTINGS, "--block-size", "32")) as server:
+    with Server(VLLM, model, log, backend=STOCK_BACKEND, arguments=(*SETTINGS, "--block-size", "32")) as server:
         answers = ask_together(server, PROMPTS)
         assert server.served_backend() != BACKEND
     return answers
@@ -85,7 +52,7 @@ def stock_answers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list
 def server(model: Path, stock_answers: list[Answer], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Run our server, with smaller pages; after the stock one, because two cores serve only one of them well."""
     log = tmp_path_factory.mktemp("ours") / "serve.log"
-    with Server(model, log, arguments=(*SETTINGS, "--block-size", "16")) as running:
+    with Server(VLLM, model, log, arguments=(*SETTINGS, "--block-size", "16")) as running:
         yield running
 
 
@@ -126,7 +93,7 @@ def test_200_concurrent_requests_give_the_tokens_of_one_at_a_time(server: Server
 
 def test_server_without_the_plugin_does_not_start(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "none")
-    with pytest.raises(DemoError, match=BACKEND), Server(model, tmp_path / "serve.log", arguments=SETTINGS):
+    with pytest.raises(DemoError, match=BACKEND), Server(VLLM, model, tmp_path / "serve.log", arguments=SETTINGS):
         pass
 
 

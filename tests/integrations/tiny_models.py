@@ -70,7 +70,12 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         tie_word_embeddings=False,
     ),
     "gpt_oss_sinks": lambda: GptOssConfig(
-        **SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=16, rope_scaling=None
+        # All experts for each token: a choice between them would turn a difference of rounding into a large one.
+        **SIZES,
+        num_local_experts=4,
+        num_experts_per_tok=4,
+        sliding_window=16,
+        rope_scaling=None,
     ),
     "bloom_alibi": lambda: BloomConfig(
         vocab_size=VOCABULARY, hidden_size=128, n_layer=2, n_head=4, initializer_range=0.2, seq_length=512

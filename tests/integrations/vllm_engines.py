@@ -26,16 +26,31 @@ PROMPTS = [[(i * 37 + j * j + j * 5) % 250 + 1 for j in range(n)] for i, n in en
 
 
 def job(
-    model: Path, backend: str | None, *, task: str = "generate", env: dict[str, str] | None = None, **arguments: Any
+    model: Path,
+    backend: str | None,
+    *,
+    task: str = "generate",
+    env: dict[str, str] | None = None,
+    prompts: list[list[int]] = PROMPTS,
+    max_tokens: int = 12,
+    logprobs: int = 0,
+    alone: bool = False,
+    constants: dict[str, dict[str, Any]] | None = None,
+    counted: tuple[str, ...] = (),
+    **arguments: Any,
 ) -> dict[str, Any]:
-    """Describe one engine's run. `backend` None leaves the choice to vLLM."""
+    """Describe one engine's run. Without a `backend` vLLM chooses; `alone`: the second pass is prompt by prompt."""
     arguments = {**ARGUMENTS, "attention_backend": backend, **arguments}
     return {
         "model": str(model),
         "task": task,
-        "prompts": [prompt[: arguments["max_model_len"] - 20] for prompt in PROMPTS],
-        "max_tokens": 12,
+        "prompts": [prompt[: arguments["max_model_len"] - max_tokens - 8] for prompt in prompts],
+        "max_tokens": max_tokens,
+        "logprobs": logprobs,
+        "alone": alone,
         "env": env or {},
+        "constants": constants or {},
+        "counted": counted,
         "args": arguments,
     }
 

@@ -72,6 +72,7 @@ def unpickled(hexadecimal: str) -> str:
 def reasons(cases: str) -> list[list[str]]:
     """Return what `validate_configuration` says of each case."""
     import flashinfer_core_vllm.backend as backend
+    from vllm.platforms.interface import DeviceCapability
 
     answers = []
     for changes in json.loads(cases):
@@ -79,8 +80,34 @@ def reasons(cases: str) -> list[list[str]]:
         if isinstance(asked["dtype"], str):
             asked["dtype"] = getattr(torch, asked["dtype"])
         backend.current_platform = SimpleNamespace(device_type=asked.pop("device", "cpu"))
-        answers.append(backend.FlashInferCoreBackend.validate_configuration(device_capability=None, **asked))
+        capability = DeviceCapability(*asked.pop("capability")) if "capability" in asked else None
+        answers.append(backend.FlashInferCoreBackend.validate_configuration(device_capability=capability, **asked))
     return answers
+
+
+def query_rows(batches: str) -> list[float]:
+    """Return for how many rows a request a GPU's plans are made: of (mode of graphs, most rows, tokens, requests)."""
+    from flashinfer_core_vllm.backend import FlashInferCoreMetadataBuilder
+    from vllm.config import CUDAGraphMode
+
+    found = []
+    for mode, most, tokens, requests in json.loads(batches):
+        compilation = SimpleNamespace(cudagraph_mode=CUDAGraphMode[mode])
+        builder = SimpleNamespace(vllm_config=SimpleNamespace(compilation_config=compilation, num_speculative_tokens=3))
+        batch = SimpleNamespace(max_query_len=most, num_actual_tokens=tokens, num_reqs=requests)
+        found.append(FlashInferCoreMetadataBuilder._q_len(builder, batch))
+    return found
+
+
+def graphs() -> list[str]:
+    """Return which batches full CUDA graphs are captured of, on the CPU and on a GPU."""
+    import flashinfer_core_vllm.backend as backend
+
+    found = []
+    for cuda in (False, True):
+        backend.current_platform = SimpleNamespace(is_cuda=lambda cuda=cuda: cuda)
+        found.append(backend.FlashInferCoreMetadataBuilder.get_cudagraph_support(None, None).name)
+    return found
 
 
 def layers(*names: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ behind (threads bound to cores, process groups, remembered settings), so no pyte
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import sys
@@ -18,15 +19,15 @@ import numpy as np
 
 
 def generate(llm: Any, prompts: list[Any], job: dict[str, Any]) -> dict[str, Any]:
-    """Generate twice: the second pass finds the prompts in the prefix cache."""
+    """Generate twice: the second pass finds the prompts in the prefix cache, and may have them one by one."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(
-        temperature=0, max_tokens=job["max_tokens"], detokenize=False, logprobs=0, ignore_eos=True
+        temperature=0, max_tokens=job["max_tokens"], detokenize=False, logprobs=job["logprobs"], ignore_eos=True
     )
     passes = []
-    for _ in range(2):
-        answers = llm.generate(prompts, sampling, use_tqdm=False)
+    for batches in ([prompts], [[prompt] for prompt in prompts] if job["alone"] else [prompts]):
+        answers = [answer for batch in batches for answer in llm.generate(batch, sampling, use_tqdm=False)]
         outputs = [answer.outputs[0] for answer in answers]
         passes.append(
             {
@@ -34,10 +35,17 @@ def generate(llm: Any, prompts: list[Any], job: dict[str, Any]) -> dict[str, Any
                 "logprobs": [
                     [at[token].logprob for token, at in zip(o.token_ids, o.logprobs, strict=True)] for o in outputs
                 ],
+                "margins": [[_margin(at) for at in o.logprobs] for o in outputs],
                 "cached": [answer.num_cached_tokens for answer in answers],
             }
         )
     return {"passes": passes}
+
+
+def _margin(at: dict[int, Any]) -> float:
+    """Return by how much the best token is ahead of the next, if the job asked for both."""
+    best, *others = sorted((token.logprob for token in at.values()), reverse=True)
+    return float(best - others[0]) if others else float("inf")
 
 
 def answer(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
@@ -58,6 +66,21 @@ def answer(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
     return generate(llm, prompts, job)
 
 
+def count(path: str, calls: dict[str, int]) -> None:
+    """Count the calls of a method, given as module:class.method."""
+    module, _, attribute = path.partition(":")
+    owner = getattr(importlib.import_module(module), attribute.partition(".")[0])
+    name = attribute.partition(".")[2]
+    method = getattr(owner, name)
+    calls[path] = 0
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls[path] += 1
+        return method(*args, **kwargs)
+
+    setattr(owner, name, counted)
+
+
 def backends(llm: Any) -> list[str]:
     """Return the names of the backends that the model's layers really have."""
     model = llm.llm_engine.model_executor.driver_worker.worker.get_model()
@@ -74,11 +97,17 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     gc.freeze()  # vLLM collects garbage often; without the modules' many objects that takes a third of the time
     envs.disable_envs_cache()
     os.environ.update(job["env"])
+    for module, values in job["constants"].items():
+        for name, value in values.items():
+            setattr(importlib.import_module(module), name, value)
+    calls: dict[str, int] = {}
+    for path in job["counted"]:
+        count(path, calls)
     llm = None
     try:
         llm = LLM(job["model"], **job["args"])
-        layout = llm.llm_engine.vllm_config.cache_config.kv_cache_layout
-        return {**answer(llm, job), "backends": backends(llm), "layout": layout}
+        layout = getattr(llm.llm_engine.vllm_config.cache_config, "kv_cache_layout", None)
+        return {**answer(llm, job), "backends": backends(llm), "layout": layout, "calls": calls}
     except Exception:  # it is the answer, and no reason to lose those of the other jobs
         return {"error": traceback.format_exc()}
     finally:
