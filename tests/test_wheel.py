@@ -104,7 +104,8 @@ def test_wheel_is_small_and_whole(wheel: Path) -> None:
     python = {str(path.relative_to(ROOT)) for path in (ROOT / "flashinfer_core").rglob("*.py")}
     assert python <= names
     tops = {name.partition("/")[0] for name in names}
-    assert {top for top in tops if not top.endswith(".dist-info")} == {"flashinfer_core", "flashinfer_core_vllm"}
+    ours = {"flashinfer_core", "flashinfer_core_vllm", "flashinfer_core_sglang"}
+    assert {top for top in tops if not top.endswith(".dist-info")} == ours
 
 
 def test_first_use(environment: Path, tmp_path: Path) -> None:

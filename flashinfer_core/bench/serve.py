@@ -1,4 +1,4 @@
-"""Served tokens per second of one attention backend beside another, under vLLM with concurrent requests.
+"""Served tokens per second of one attention backend beside another, under an engine with concurrent requests.
 
 The servers run one after the other with the same model, settings and prompts; every request is answered with the
 same number of tokens, whatever the model would say.
@@ -13,10 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from flashinfer_core.demo.console import console, step
+from flashinfer_core.demo.engines import ENGINES
 from flashinfer_core.demo.model import prepare_model
-from flashinfer_core.demo.server import BACKEND, Server, vllm_is_cpu_build
-
-SETTINGS = ("--max-model-len", "2048", "--no-enable-prefix-caching")
+from flashinfer_core.demo.server import Server
 
 
 def served_speed(server: Server, streams: int, tokens: int, rounds: int) -> float:
@@ -46,21 +45,23 @@ def served_speed(server: Server, streams: int, tokens: int, rounds: int) -> floa
 def main(arguments: Sequence[str]) -> int:
     """Measure, print each backend's speed and the ratio of the first to each other, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m flashinfer_core.bench serve", description=__doc__)
-    parser.add_argument("--backends", nargs="+", help=f"default: {BACKEND} and vLLM's own choice for this machine")
+    parser.add_argument("--engine", choices=ENGINES, default="vllm", help="default: %(default)s")
+    parser.add_argument("--backends", nargs="+", help="default: ours and the engine's own choice for this machine")
     parser.add_argument("--dtype", default="auto", help="float32, bfloat16, ... (default: the model's)")
     parser.add_argument("--streams", type=int, default=8, help="concurrent requests (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=128, help="tokens per request (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds that count (default: %(default)s)")
     options = parser.parse_args(arguments)
     model = prepare_model()
-    backends = options.backends or [BACKEND, "CPU_ATTN" if vllm_is_cpu_build() else "FLASH_ATTN"]
+    engine = ENGINES[options.engine]
+    backends = options.backends or [engine.backend, engine.own_backend()]
     speeds: dict[str, float] = {}
     for backend in backends:
         with tempfile.TemporaryDirectory() as folder, step(f"Measuring {backend}") as show:
-            settings = (*SETTINGS, "--dtype", options.dtype)
+            settings = (*engine.short_context, *engine.no_prefix_cache, "--dtype", options.dtype)
             log = Path(folder) / "serve.log"
-            with Server(model, log, backend=backend, arguments=settings, progress=show) as server:
-                if backend == BACKEND:
+            with Server(engine, model, log, backend=backend, arguments=settings, progress=show) as server:
+                if backend == engine.backend:
                     server.confirm_backend()
                 speeds[backend] = served_speed(server, options.streams, options.tokens, options.rounds)
     console.print(

@@ -1,4 +1,4 @@
-"""The demo: a small real model served by vLLM with the attention of this library."""
+"""The demo: a small real model served by an engine with the attention of this library."""
 
 
 class DemoError(RuntimeError):

@@ -4,11 +4,14 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 
 def convert(gguf: Path, folder: Path) -> None:
     """Write configuration, weights, tokenizer and chat template of `gguf` to `folder`."""
+    # transformers loads torchvision if there is one, and a build of it for CUDA cannot be loaded beside torch for CPUs.
+    sys.modules["torchvision"] = None  # type: ignore[assignment]
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+
     source = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     settings = source.config.to_dict()
     # A model read from GGUF counts as quantized and refuses to be saved; a fresh one takes over its weights.

@@ -4,27 +4,32 @@ from contextlib import ExitStack, suppress
 
 from flashinfer_core._folders import cache_folder
 from flashinfer_core.demo.console import console, step
+from flashinfer_core.demo.engines import ENGINES
 from flashinfer_core.demo.model import MODEL_NAME, prepare_model
 from flashinfer_core.demo.server import HOST, Server
 
-SETTINGS = ("--max-model-len", "2048")
 
-
-def serve_demo(backend: str, port: int, question: str, once: bool) -> None:
+def serve_demo(engine_name: str, backend: str | None, port: int, question: str, once: bool) -> None:
     """Serve the demo model, print the answer to `question`, and go on serving unless `once`.
+
+    `engine_name` is a key of `ENGINES`, and `backend` the engine's name of an attention backend, by default ours.
 
     Raises
     ------
     DemoError
-        The model, the server or the answer failed, or another attention backend than `backend` served.
+        The model, the server or the answer failed, or another attention backend than the one asked for served.
     """
     model = prepare_model()
     console.print(f"Demo model: {model}")
     logs = cache_folder() / "logs"
     logs.mkdir(exist_ok=True)
     with ExitStack() as stack:
-        with step("Starting vLLM") as show:
-            server = Server(model, logs / "serve.log", backend=backend, port=port, arguments=SETTINGS, progress=show)
+        engine = ENGINES[engine_name]
+        log = logs / f"serve-{engine.name}.log"
+        with step(f"Starting {engine.title}") as show:
+            server = Server(
+                engine, model, log, backend=backend, port=port, arguments=engine.short_context, progress=show
+            )
             stack.enter_context(server)
         answer = server.chat(question, max_tokens=128)
         server.confirm_backend()

