@@ -177,13 +177,13 @@ class MultiLevelCascadeAttentionWrapper:
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffers: Sequence[torch.Tensor]
     ) -> None:
-        """Replace the workspaces; the CPU kernels use none, so the tensors are only checked."""
+        """Replace the workspaces from the next `plan` on; of the second kind none is needed, so it is only checked."""
         _check_levels("int_workspace_buffers", int_workspace_buffers, len(self._levels))
         for level, buffer in zip(self._levels, int_workspace_buffers, strict=True):
             level.reset_workspace_buffer(float_workspace_buffer, buffer)
 
     def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
-        """Do nothing: one CPU kernel serves K and V of any strides, and none is compiled."""
+        """Do nothing: the same kernels serve K and V of any strides."""
         self._levels[0].prewarm_paged_kv_stride_variant(variant)
 
     def plan(

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from flashinfer_core.adapters import ADAPTERS
 
+_DTYPES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit status."""
@@ -26,6 +28,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "show-config", help="show versions, GPUs, compilers, caches, engines, and what is missing"
     )
     show.add_argument("--json", action="store_true", help="in a form for programs")
+    explain = commands.add_parser("explain", help="say which CUDA kernel an attention call runs, and why; needs no GPU")
+    explain.add_argument("--capability", type=int, default=90, help="of the GPU, such as 80 (default: %(default)s)")
+    explain.add_argument("--dtype", choices=_DTYPES[:2], default="bfloat16", help="of q (default: %(default)s)")
+    explain.add_argument("--kv-dtype", choices=_DTYPES, help="default: that of q")
+    explain.add_argument("--heads", type=int, default=32, help="default: %(default)s")
+    explain.add_argument("--kv-heads", type=int, default=8, help="default: %(default)s")
+    explain.add_argument("--head-dim", type=int, default=128, help="default: %(default)s")
+    explain.add_argument("--head-dim-vo", type=int, help="default: that of q and K")
+    explain.add_argument("--q-len", type=float, default=1, help="query rows of a request, on average (default: 1)")
+    explain.add_argument("--page-size", type=int, help="default: no pages")
+    explain.add_argument("--backend", choices=("auto", "fa2", "fa3"), default="auto", help="default: %(default)s")
+    for name, what in (
+        ("soft-cap", "with a soft cap of logits"),
+        ("alibi", "with ALiBi"),
+        ("mask", "with a custom mask"),
+        ("rope", "with rotation on load"),
+        ("direct", "tensors whose rows do not begin at multiples of 16 bytes"),
+    ):
+        explain.add_argument(f"--{name}", action="store_true", help=what)
     aot = commands.add_parser("aot", help="compile the kernels in common use ahead of time; needs no GPU")
     aot.add_argument("--arch", nargs="+", required=True, help="architectures, such as 80 90a 100 120")
     aot.add_argument("--out", type=Path, help="folder of the bundle (default: the one in the package)")
@@ -44,6 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _aot(options)
     if options.command == "check":
         return _check(options)
+    if options.command == "explain":
+        return _explain(options)
     return _serve_demo(options)
 
 
@@ -61,6 +84,36 @@ def _check(options: argparse.Namespace) -> int:
     works, answer = check(options.engine)
     print(answer)
     return 0 if works else 1
+
+
+def _explain(options: argparse.Namespace) -> int:
+    import torch
+
+    from flashinfer_core._checks import check_int
+    from flashinfer_core.attention.explain import explain
+    from flashinfer_core.attention.kernels import Features, Variant
+    from flashinfer_core.attention.plan import MAX_HEAD_DIM
+    from flashinfer_core.attention.tiles import tile_name
+
+    dim_vo = options.head_dim if options.head_dim_vo is None else options.head_dim_vo
+    q, kv = (getattr(torch, name) for name in (options.dtype, options.kv_dtype or options.dtype))
+    features = Features(*(getattr(options, name) for name in Features._fields))
+    try:
+        check_int("kv_heads", options.kv_heads, 1)
+        check_int("page_size", 1 if options.page_size is None else options.page_size, 1)
+        for name, dim in (("head_dim", options.head_dim), ("head_dim_vo", dim_vo)):
+            check_int(name, dim, 1, MAX_HEAD_DIM)
+        if options.heads < 1 or options.heads % options.kv_heads != 0:
+            raise ValueError(f"heads: expected a multiple of kv_heads = {options.kv_heads}, got {options.heads}")
+        tile = tile_name(options.q_len * options.heads / options.kv_heads)
+        variant = Variant(q, kv, q, options.head_dim, dim_vo, tile, features)
+        told = explain(variant, capability=options.capability, page_size=options.page_size, backend=options.backend)
+    except (NotImplementedError, ValueError, TypeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    for name, text in told.items():
+        print(f"{name:8}{text}")
+    return 0
 
 
 def _aot(options: argparse.Namespace) -> int:

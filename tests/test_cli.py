@@ -9,7 +9,9 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--help"])
     assert ended.value.code == 0
-    assert {"serve-demo", "bench", "show-config", "aot"} <= set(capsys.readouterr().out.replace(",", " ").split())
+    assert {"serve-demo", "bench", "check", "explain", "show-config", "aot"} <= set(
+        capsys.readouterr().out.replace(",", " ").split()
+    )
 
 
 def test_unknown_benchmark_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

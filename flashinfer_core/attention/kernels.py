@@ -159,11 +159,16 @@ def smem_of(device: int) -> Smem:
     return Smem(gpu.max_smem_per_block, gpu.max_smem_per_sm)
 
 
+def smem_of_capability(capability: int) -> Smem:
+    """Return the shared memory of a GPU of a compute capability such as 90."""
+    return _SMEM[max(known for known in _SMEM if known <= capability)]
+
+
 def specs(arch: str) -> Iterator[jit.KernelSpec]:
     """Yield the kernels in common use for an architecture such as ``"90a"``: those that a bundle holds."""
     yield SCHEDULE
     capability = int(arch.rstrip("a"))
-    smem = _SMEM[max(known for known in _SMEM if known <= capability)]
+    smem = smem_of_capability(capability)
     for dtype in Q_DTYPES if capability >= 80 else (torch.float16,):
         for dim in (64, 128, 256) if capability >= 80 else (64, 128):
             for tile in ("m16", "m64", "m128"):
