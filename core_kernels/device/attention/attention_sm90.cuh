@@ -250,7 +250,7 @@ class Attention {
     const int first_row = item.row_begin + warp_row_;
     if constexpr (kTransformed) transform(p_, rules, first_row, item.kv_head, key, scale_, s);
     if (rules.masks(key)) hide(rules, first_row, key, s);
-    const bool raised = state.raise(s, base2_scale_, factor);
+    const bool raised = state.raise(s, base2_scale_, [&](int i, float outdated) { factor[i] = outdated; });
     state.weigh(s, base2_scale_);
     return raised;
   }

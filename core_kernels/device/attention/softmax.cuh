@@ -87,32 +87,33 @@ __device__ inline void hide(const RowRules& rules, int first_row, int key, float
 #pragma unroll
   for (int i = 0; i < RowRules::kRows; ++i) {
     const int row = first_row + i / 2 * 16 + i % 2 * 8 + gr, lane_key = key + tq * 2;
-    const int origin = kRowFragments == 1 ? lane_key : 0;  // keys as constants, where registers suffice for the ends
-    const int begin = rules.begin(row) - origin, end = rules.end(row) - origin;
+    const int begin = rules.begin(row) - lane_key, end = rules.end(row) - lane_key;  // beside constants
 #pragma unroll
     for (int n = 0; n < Tiles; ++n) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const int at = lane_key - origin + n * 8 + j;
+        const int at = n * 8 + j;
         bool visible = at >= begin && at < end;
-        if constexpr (kMask) visible = visible && rules.visible_in_mask(row, origin + at);
+        if constexpr (kMask) visible = visible && rules.visible_in_mask(row, lane_key + at);
         if (!visible) s[i / 2][n][i % 2 * 2 + j] = -kInfinity;
       }
     }
   }
 }
 
-// Multiplies the rows of an output by factors.
+// Multiplies a row of an output, or all rows, by a factor each.
+template <int Columns>
+__device__ inline void rescale(int i, float factor, float (&o)[kRowFragments][Columns][4]) {
+#pragma unroll
+  for (int n = 0; n < Columns; ++n) {
+    o[i / 2][n][i % 2 * 2] *= factor;
+    o[i / 2][n][i % 2 * 2 + 1] *= factor;
+  }
+}
 template <int Columns>
 __device__ inline void rescale(const float (&factor)[RowRules::kRows], float (&o)[kRowFragments][Columns][4]) {
 #pragma unroll
-  for (int i = 0; i < RowRules::kRows; ++i) {
-#pragma unroll
-    for (int n = 0; n < Columns; ++n) {
-      o[i / 2][n][i % 2 * 2] *= factor[i];
-      o[i / 2][n][i % 2 * 2 + 1] *= factor[i];
-    }
-  }
+  for (int i = 0; i < RowRules::kRows; ++i) rescale(i, factor[i], o);
 }
 
 // Running maximum and sum of a warp's rows. `scale` turns the scores into base-2 logits.
@@ -135,9 +136,10 @@ struct RowState {
   __device__ float logit(int i, float scale) const { return top[i] == -kInfinity ? top[i] : top[i] * scale; }
 
   // Takes the scores of a block into the maxima, and brings the sums to them. Returns whether a maximum of the warp has
-  // changed, which is rare in a long context; then the output has to be multiplied by `factor`.
-  template <int Tiles>
-  __device__ bool raise(const float (&s)[kRowFragments][Tiles][4], float scale, float (&factor)[RowRules::kRows]) {
+  // changed, which is rare in a long context; then `outdated(i, factor)` is called for each row i, whose output has to
+  // be multiplied by the factor.
+  template <int Tiles, class Outdated>
+  __device__ bool raise(const float (&s)[kRowFragments][Tiles][4], float scale, Outdated outdated) {
     float before[RowRules::kRows];
     bool changed = false;
 #pragma unroll
@@ -160,8 +162,9 @@ struct RowState {
 #pragma unroll
       for (int i = 0; i < RowRules::kRows; ++i) {
         // The maximum is -infinity while a row has seen no key; there is nothing to rescale then.
-        factor[i] = before[i] == -kInfinity ? 0.0f : exp2_fast((before[i] - top[i]) * scale);
-        sum[i] *= factor[i];
+        const float factor = before[i] == -kInfinity ? 0.0f : exp2_fast((before[i] - top[i]) * scale);
+        sum[i] *= factor;
+        outdated(i, factor);
       }
     }
     return changed;
@@ -173,25 +176,25 @@ struct RowState {
 #pragma unroll
     for (int i = 0; i < RowRules::kRows; ++i) {
       const float offset = top[i] == -kInfinity ? 0.0f : top[i] * scale;
-      float sums[2] = {};
+      constexpr bool kTwoChains = kRowFragments == 1;  // of additions, where a warp has few rows side by side
+      float odd = 0.0f;
 #pragma unroll
       for (int n = 0; n < Tiles; ++n) {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           float& x = s[i / 2][n][i % 2 * 2 + j];
           x = exp2_fast(fmaf(x, scale, -offset));
-          sums[j] += x;
+          (kTwoChains && j == 1 ? odd : sum[i]) += x;
         }
       }
-      sum[i] += sums[0] + sums[1];
+      if constexpr (kTwoChains) sum[i] += odd;
     }
   }
 
   // Turns scores into weights relative to the new maxima, and brings output and sums to them.
   template <int Columns>
   __device__ void update(Scores& s, float scale, float (&o)[kRowFragments][Columns][4]) {
-    float factor[RowRules::kRows];
-    if (raise(s, scale, factor)) rescale(factor, o);
+    raise(s, scale, [&](int i, float factor) { rescale(i, factor, o); });
     weigh(s, scale);
   }
 };

@@ -18,6 +18,7 @@ namespace flashinfer_core::cuda {
 namespace {
 
 using T = Number<DType{FIC_DTYPE}>;
+constexpr int kThreads = 128;     // of a CTA
 constexpr bool kPair = FIC_PAIR;  // exactly two states
 constexpr int kWidth = FIC_VECTORS ? 16 / T::kBytes : 1;
 constexpr int kVectors = kPair ? 2 : 1, kStates = kPair ? 2 : 4;  // that a thread has in flight
@@ -85,7 +86,8 @@ __device__ void store(const MergeStatesParams& p, const States& states, int32_t 
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(kMaxRowThreads) FIC_KERNEL(const __grid_constant__ MergeLaunch launch) {
+extern "C" __global__ void __launch_bounds__(kThreads, kPair ? 1 : 6)
+    FIC_KERNEL(const __grid_constant__ MergeLaunch launch) {
   wait_for_previous_kernel();
   const MergeStatesParams& p = launch.merge;
   const RowPlace place = row_place(launch.shape);
