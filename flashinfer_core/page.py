@@ -107,6 +107,20 @@ def write_kv_slots(
         An FP8 cache stores ``key / k_scale`` and ``value / v_scale``; None is 1. A number, or a float32 tensor of one
         element on the cache's device.
     """
+    scales = check_kv_slots(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    run_write_kv_slots(key, value, k_cache, v_cache, slot_mapping, *scales)
+
+
+def check_kv_slots(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: float | torch.Tensor | None,
+    v_scale: float | torch.Tensor | None,
+) -> tuple[float, torch.Tensor | None, float, torch.Tensor | None]:
+    """Check the arguments of `write_kv_slots` and return the scales as those of `run_write_kv_slots`."""
     check_tensor("slot_mapping", slot_mapping, dtypes=INDEX_DTYPES, ndim=1)
     device = slot_mapping.device
     _check_stream("key", key, None, "k_cache", k_cache, (None, None, None, None), device)
@@ -115,8 +129,7 @@ def write_kv_slots(
     if key.shape[0] < tokens or value.shape[0] < tokens:
         name, rows = ("key", key.shape[0]) if key.shape[0] < tokens else ("value", value.shape[0])
         raise ValueError(f"{name}: expected at least {tokens} rows, one for each entry of slot_mapping, got {rows}")
-    scales = _check_scale("k_scale", k_scale, key, k_cache), _check_scale("v_scale", v_scale, value, v_cache)
-    run_write_kv_slots(key, value, k_cache, v_cache, slot_mapping, *scales[0], *scales[1])
+    return (*_check_scale("k_scale", k_scale, key, k_cache), *_check_scale("v_scale", v_scale, value, v_cache))
 
 
 def get_batch_indices_positions(

@@ -14,7 +14,7 @@ import torch
 from flashinfer_core import _native
 from flashinfer_core._cuda import current_stream
 from flashinfer_core.attention.arrays import ArgumentNames, BatchArrays
-from flashinfer_core.attention.dispatch import Brought, Planned, lack_of_plan, lack_of_run
+from flashinfer_core.attention.dispatch import Brought, Planned, lack_of_brought, lack_of_planned
 from flashinfer_core.attention.kernels import Features, Variant, load_attention, load_schedule, smem_of
 from flashinfer_core.attention.layout import Layout
 from flashinfer_core.attention.memory import PlanMemory
@@ -80,9 +80,7 @@ class CudaBatch:
         kernel = layout.kernels.get(features)
         if kernel is None:
             variant = Variant(*layout.dtypes, *self.head_dims, self.tile, Features(*features))
-            lack = lack_of_run(Brought(layout.dtypes[1].itemsize, direct, rope, layout.mapped))
-            if lack is not None and self.backend == "fa3":
-                raise NotImplementedError(f"backend: expected {lack} for 'fa3', got none; use 'auto' or 'fa2'")
+            lack = lack_of_brought(self.backend, Brought(layout.dtypes[1].itemsize, direct, rope, layout.mapped))
             kernel = layout.kernels[features] = load_attention(variant, device, self.sm90 and lack is None)
         mask_bytes = 0 if custom_mask is None else custom_mask.numel()
         positions = 0 if rope_cos_sin is None else rope_cos_sin.shape[0]
@@ -197,13 +195,8 @@ def _runs_sm90(
     backend: str, tile: str, dim_qk: int, dim_vo: int, kv_bytes: int, page_size: int | None, device: int
 ) -> bool:
     """Whether the kernel for SM90 runs a plan, if the tensors let it; refuse a backend that cannot."""
-    if backend == "fa2":
-        return False
     capability = _native.cuda_device(device).compute_capability
-    lack = lack_of_plan(Planned(capability, tile, dim_qk, dim_vo, kv_bytes, page_size), fast=backend == "auto")
-    if lack is not None and backend == "fa3":
-        raise NotImplementedError(f"backend: expected {lack} for 'fa3', got none; use 'auto' or 'fa2'")
-    return lack is None
+    return lack_of_planned(backend, Planned(capability, tile, dim_qk, dim_vo, kv_bytes, page_size)) is None
 
 
 @functools.cache

@@ -71,6 +71,24 @@ def lack_of_run(run: Brought) -> str | None:
     return next((need for holds, need in _BROUGHT if not holds(run)), None)
 
 
+def lack_of_planned(backend: str, plan: Planned) -> str | None:
+    """Return why a plan is not made for the kernel for SM90, None if it is; refuse ``"fa3"`` where it cannot be."""
+    if backend == "fa2":
+        return "another backend than 'fa2'"
+    return _unless_demanded(backend, lack_of_plan(plan, fast=backend == "auto"))
+
+
+def lack_of_brought(backend: str, run: Brought) -> str | None:
+    """Return why a run cannot take the kernel for SM90, None if it can; refuse ``"fa3"`` then."""
+    return _unless_demanded(backend, lack_of_run(run))
+
+
+def _unless_demanded(backend: str, lack: str | None) -> str | None:
+    if lack is not None and backend == "fa3":
+        raise NotImplementedError(f"backend: expected {lack} for 'fa3', got none; use 'auto' or 'fa2'")
+    return lack
+
+
 def _box_keys(plan: Planned) -> int:
     block = SM90_TILES[plan.dim_qk, plan.dim_vo].block_keys
     return block if plan.page_size is None else math.gcd(plan.page_size, block)

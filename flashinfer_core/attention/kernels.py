@@ -10,7 +10,7 @@ import torch
 
 from flashinfer_core import _native, jit
 from flashinfer_core._checks import DTYPE_CODES
-from flashinfer_core.attention.tiles import SM90_TILES, choose_tile, ctas_per_sm
+from flashinfer_core.attention.tiles import SM90_TILES, Sm90Tile, Tile, choose_tile, ctas_per_sm
 
 SCHEDULE = jit.KernelSpec("schedule_attention", "attention/schedule.cuh")
 Q_DTYPES = (torch.float16, torch.bfloat16)
@@ -125,25 +125,41 @@ def merge_spec(variant: Variant, smem: Smem) -> jit.KernelSpec:
     return jit.KernelSpec(name, "attention/merge_chunks.cuh", spec.defines)
 
 
-@functools.cache
-def load_attention(variant: Variant, device: int, sm90: bool) -> _native.AttentionKernel:
-    """Return the kernel for SM90 or the universal one, ready to launch; the first call for a variant may compile it."""
-    smem = smem_of(device)
-    num_sms = _native.cuda_device(device).num_sms
+class Kernel(NamedTuple):
+    """A compiled kernel of attention, and how it is launched."""
+
+    spec: jit.KernelSpec
+    tile: Tile | Sm90Tile
+    ctas: int  # of an SM
+    smem_bytes: int  # of a CTA
+    merge: jit.KernelSpec | None  # the kernel after it; None: it merges by itself
+
+
+def kernel_of(variant: Variant, smem: Smem, sm90: bool) -> Kernel:
+    """Return the kernel for SM90, or the universal one for a GPU with so much shared memory."""
     dims = variant.dim_qk, variant.dim_vo
     if sm90:
         shape = SM90_TILES[dims]
-        kernel = jit.load(attention_sm90_spec(variant), device)
-        merge = jit.load(merge_spec(variant, smem), device)
-        return _native.AttentionKernel(
-            kernel, num_sms, shape.threads, shape.smem_bytes(*dims), merge, shape.block_keys, *dims
-        )
+        return Kernel(attention_sm90_spec(variant), shape, 1, shape.smem_bytes(*dims), merge_spec(variant, smem))
     tile = choose_tile(variant.tile, *dims, variant.kv_bytes, smem.of_cta)
-    ctas = num_sms * ctas_per_sm(tile, *dims, variant.kv_bytes, smem.of_sm)
-    universal = jit.load(attention_spec(variant, smem), device)
-    merge_after = jit.load(merge_spec(variant, smem), device) if tile.warps_kv == 1 else None
+    ctas = ctas_per_sm(tile, *dims, variant.kv_bytes, smem.of_sm)
     smem_bytes = tile.smem_bytes(*dims, variant.kv_bytes)
-    return _native.AttentionKernel(universal, ctas, tile.threads, smem_bytes, merge_after)
+    merge = merge_spec(variant, smem) if tile.warps_kv == 1 else None
+    return Kernel(attention_spec(variant, smem), tile, ctas, smem_bytes, merge)
+
+
+@functools.cache
+def load_attention(variant: Variant, device: int, sm90: bool) -> _native.AttentionKernel:
+    """Return the kernel for SM90 or the universal one, ready to launch; the first call for a variant may compile it."""
+    kernel = kernel_of(variant, smem_of(device), sm90)
+    return _native.AttentionKernel(
+        jit.load(kernel.spec, device),
+        kernel.ctas * _native.cuda_device(device).num_sms,
+        kernel.tile.threads,
+        kernel.smem_bytes,
+        None if kernel.merge is None else jit.load(kernel.merge, device),
+        *((kernel.tile.block_keys, variant.dim_qk, variant.dim_vo) if sm90 else ()),
+    )
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from flashinfer_core.attention.options import Scale, join_scales
 from flashinfer_core.attention.plan import AttentionPlan
 from flashinfer_core.cascade import merge_state_in_place
 from flashinfer_core.engine.support import LOOKS_BACK
-from flashinfer_core.page import write_kv_slots
+from flashinfer_core.page import check_kv_slots
 
 
 class Layer:
@@ -79,6 +79,7 @@ class Layer:
         self._sinks: torch.Tensor | None = None
         self._written: tuple[object, ...] = ()  # what the last `write` was given, as far as it was checked
         self._kept: tuple[object, ...] = ()  # whose ids are in it
+        self._scales: tuple[float, torch.Tensor | None, float, torch.Tensor | None]  # of its keys and values
 
     def place(self, device: torch.device) -> None:
         """Bring slopes and sinks to where the layer runs, as float32.
@@ -110,12 +111,10 @@ class Layer:
             key.shape, key.stride(), key.dtype, key.device, value.shape, value.stride(), value.dtype, value.device,
             slot_mapping.shape, slot_mapping.dtype, slot_mapping.device, *map(id, kept),
         )  # fmt: skip
-        if alike == self._written:
-            scales = *_number_and_tensor(k_scale), *_number_and_tensor(v_scale)
-            run_write_kv_slots(key, value, k_cache, v_cache, slot_mapping, *scales)
-        else:
-            write_kv_slots(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+        if alike != self._written:
+            self._scales = check_kv_slots(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
             self._written, self._kept = alike, kept
+        run_write_kv_slots(key, value, k_cache, v_cache, slot_mapping, *self._scales)
 
     def _float32_on(self, device: torch.device, name: str) -> torch.Tensor | None:
         """Return a tensor as float32 on a device: itself if it is that, else a copy, where the one before was."""
@@ -160,10 +159,6 @@ class Layer:
             sinks=self._sinks,
             gpu_scales=gpu_scales,
         )
-
-
-def _number_and_tensor(scale: Scale) -> tuple[float, torch.Tensor | None]:
-    return (1.0, scale) if isinstance(scale, torch.Tensor) else (1.0 if scale is None else float(scale), None)
 
 
 class CascadePlan:

